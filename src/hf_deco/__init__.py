@@ -1,0 +1,25 @@
+"""Generative recommendation on the Hugging Face stack: semantic IDs, Deco models, trie-constrained retrieval."""
+
+__version__ = "0.1.0.dev0"
+
+from transformers import AutoConfig, AutoModel, AutoProcessor
+
+from .models.configuration_deco import DecoConfig
+from .models.generation_sid import SIDGenerationConfig, SIDGenerationOutput, TrieLogitsProcessor
+from .models.modeling_deco import DecoForSIDRetrieval
+from .models.processing_deco import DecoProcessor
+from .models.trie import SIDTrie
+
+AutoConfig.register(DecoConfig.model_type, DecoConfig)
+AutoModel.register(DecoConfig, DecoForSIDRetrieval)
+AutoProcessor.register(DecoConfig, DecoProcessor)
+
+__all__ = [
+    "DecoConfig",
+    "DecoForSIDRetrieval",
+    "DecoProcessor",
+    "SIDGenerationConfig",
+    "SIDGenerationOutput",
+    "SIDTrie",
+    "TrieLogitsProcessor",
+]

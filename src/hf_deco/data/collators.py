@@ -1,0 +1,94 @@
+"""Sequences and examples as the tensors that a model reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from .sequences import Examples, Sequences
+
+
+class SequenceWindows(Dataset):
+    """Training sequences, cut into windows of at most `T` transitions that cover each transition once.
+
+    Windows are counted from the end, so that the latest ones are full; sequences of one item hold no transition and give none.
+
+    Args:
+        sequences ([`Sequences`]): Item indices of every training sequence.
+        max_history_length (`int`): Transitions per window, `T`.
+    """
+
+    def __init__(self, sequences: Sequences, max_history_length: int):
+        self.items = np.asarray(sequences.items)
+        transitions = np.maximum(np.diff(sequences.offsets) - 1, 0)
+        windows = -(-transitions // max_history_length)
+        sequence = np.repeat(np.arange(len(windows)), windows)
+        before = np.cumsum(windows) - windows
+        from_end = np.arange(len(sequence)) - before[sequence]  # 0 for the last window of a sequence
+        self.ends = sequences.offsets[1:][sequence] - from_end * max_history_length
+        self.starts = np.maximum(self.ends - max_history_length - 1, sequences.offsets[:-1][sequence])
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"items": self.items[self.starts[index] : self.ends[index]]}
+
+
+class ExampleDataset(Dataset):
+    """Held-out examples, each a history and its target.
+
+    Args:
+        examples ([`Examples`]): Histories, cut to the latest `T` items already, and targets.
+    """
+
+    def __init__(self, examples: Examples):
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"items": self.examples.histories[index], "target": int(self.examples.targets[index])}
+
+
+class SIDCollator:
+    """Pads a batch of item sequences on the left and looks up their codes.
+
+    Sequences without a target are for training: inputs are all items but the last, labels all but the first.
+
+    Args:
+        codes (array of shape `(N, K)`): SID of every item index.
+    """
+
+    def __init__(self, codes: np.ndarray):
+        self.codes = torch.as_tensor(np.asarray(codes)).long()
+
+    def __call__(self, features: list[dict]) -> dict[str, torch.Tensor]:
+        """Collate.
+
+        Returns:
+            `item_codes (B, T, K)`, `attention_mask (B, T)`, and `labels (B, T, K)` with -100 at padding, or for examples with a
+            target `target_items (B,)`.
+        """
+        sequences = [torch.as_tensor(np.ascontiguousarray(feature["items"])).long() for feature in features]
+        if "target" in features[0]:
+            item_codes, mask = self._pad(sequences)
+            return {
+                "item_codes": item_codes,
+                "attention_mask": mask,
+                "target_items": torch.tensor([feature["target"] for feature in features]),
+            }
+        item_codes, mask = self._pad([items[:-1] for items in sequences])
+        labels, _ = self._pad([items[1:] for items in sequences])
+        return {"item_codes": item_codes, "attention_mask": mask, "labels": labels.masked_fill(mask.unsqueeze(-1) == 0, -100)}
+
+    def _pad(self, sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(1, max(len(items) for items in sequences))
+        rows = torch.zeros((len(sequences), width), dtype=torch.long)
+        mask = torch.zeros((len(sequences), width), dtype=torch.long)
+        for row, items in enumerate(sequences):
+            if len(items):
+                rows[row, -len(items) :], mask[row, -len(items) :] = items, 1
+        return self.codes[rows] * mask.unsqueeze(-1), mask

@@ -1,0 +1,31 @@
+"""Pictures of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def plot_training(log_history: list[dict], path: str | Path) -> None:
+    """Draw training loss and validation NDCG@10 over steps.
+
+    Args:
+        log_history (`list[dict]`): What [`transformers.Trainer`] logged (`trainer.state.log_history`).
+        path (`str` or `Path`): PNG file to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left = figure.subplots()
+    left.set(xlabel="step", ylabel="training loss (nats per item)")
+    right = left.twinx()
+    right.set_ylabel("validation NDCG@10")
+    lines = []
+    for axis, key, color, style in ((left, "loss", "tab:blue", "-"), (right, "eval_ndcg@10", "tab:orange", "o-")):
+        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
+        if points:
+            lines += axis.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=axis.get_ylabel())
+    left.grid(alpha=0.3)
+    left.legend(handles=lines, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    figure.savefig(path, dpi=130, format="png")

@@ -1,0 +1,178 @@
+"""The table of semantic IDs: which item has which codes, the codebooks behind them, and how good they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .collisions import check_capacity, check_popularity, resolve_collisions
+from .embedding import check_embeddings
+from .quality import quality_report
+from .rq_kmeans import RQKMeans, check_codebook_sizes, check_codes
+
+
+@dataclass(frozen=True, eq=False)
+class SIDTable:
+    """Items and their semantic IDs, row by row.
+
+    Args:
+        item_ids (array-like of shape `(N,)`): distinct item ids; kept as a NumPy array of `str`.
+        codes (array-like of shape `(N, K)`): one semantic ID a row; kept as int32.
+        codebook_sizes (sequence of K `int`): number of codes of each level.
+        codebooks (list of K arrays of shape `(V_k, d)`): centroids, empty where the IDs come from elsewhere.
+        report (`dict`): what `quality_report` measured when the table was built, or empty.
+        titles (array-like of shape `(N,)`, *optional*): titles to show; a missing one becomes the empty string.
+        seed (`int`, *optional*): seed the table was built with.
+
+    Raises:
+        ValueError: the parts do not fit together, or an item id appears twice.
+    """
+
+    item_ids: np.ndarray
+    codes: np.ndarray
+    codebook_sizes: tuple[int, ...]
+    codebooks: list[np.ndarray] = field(default_factory=list)
+    report: dict = field(default_factory=dict)
+    titles: np.ndarray | None = None
+    seed: int | None = None
+
+    def __post_init__(self):
+        item_ids = check_item_ids(self.item_ids)
+        sizes = check_codebook_sizes(self.codebook_sizes)
+        codes = np.asarray(self.codes)
+        check_codes(codes, sizes)
+        if len(codes) != len(item_ids):
+            raise ValueError(f"`codes` has {len(codes)} rows for {len(item_ids)} `item_ids`.")
+        codebooks = [np.asarray(codebook, dtype=np.float32) for codebook in self.codebooks]
+        shapes = [codebook.shape for codebook in codebooks]
+        if codebooks and shapes != [(size, codebooks[0].shape[-1]) for size in sizes]:
+            raise ValueError(f"`codebooks` of shapes {shapes} do not fit `codebook_sizes` {sizes}.")
+        normalised = {"item_ids": item_ids, "codes": codes.astype(np.int32), "codebook_sizes": sizes}
+        normalised |= {"codebooks": codebooks, "titles": _check_titles(self.titles, len(item_ids))}
+        for name, value in normalised.items():
+            object.__setattr__(self, name, value)  # the one way to set a field of a frozen dataclass
+
+    def __len__(self) -> int:
+        return len(self.item_ids)
+
+    @classmethod
+    def build(
+        cls,
+        item_ids,
+        embeddings,
+        codebook_sizes: Sequence[int] = (2048,) * 4,
+        *,
+        popularity=None,
+        titles=None,
+        collisions: str = "resolve",
+        seed: int = 0,
+        num_iterations: int = 25,
+        verbose: bool = False,
+    ) -> SIDTable:
+        """Makes semantic IDs from embeddings by residual k-means.
+
+        Args:
+            item_ids (array-like of shape `(N,)`): distinct item ids.
+            embeddings (array-like of shape `(N, d)`): one row an item, for instance from `embed_texts`.
+            codebook_sizes (sequence of `int`): codes per level.
+            popularity (array-like of shape `(N,)`, *optional*): training interactions of each item, by which colliding
+                items are ranked; item ids alone rank them when left out.
+            titles (array-like of shape `(N,)`, *optional*): titles to keep in the table.
+            collisions (`str`): `"resolve"` gives every item an ID of its own, `"keep"` lets items share one.
+            seed (`int`): seed of the k-means.
+            num_iterations (`int`): k-means iterations a level.
+            verbose (`bool`): print progress.
+
+        Returns:
+            `SIDTable`, with its report.
+
+        Raises:
+            ValueError: an argument is malformed, or the catalog is too small or too large for `codebook_sizes`.
+        """
+        item_ids = check_item_ids(item_ids)
+        embeddings = check_embeddings(embeddings, len(item_ids))
+        titles = _check_titles(titles, len(item_ids))
+        popularity = check_popularity(np.zeros(len(item_ids)) if popularity is None else popularity, len(item_ids))
+        if collisions not in ("resolve", "keep"):
+            raise ValueError(f'`collisions` must be "resolve" or "keep", got {collisions!r}.')
+        quantizer = RQKMeans(codebook_sizes, num_iterations=num_iterations, seed=seed, verbose=verbose)
+        if collisions == "resolve":
+            check_capacity(len(item_ids), quantizer.codebook_sizes)
+        before = quantizer.fit_encode(embeddings)
+        codebooks = quantizer.codebooks
+        if collisions == "resolve":
+            codes, moved = resolve_collisions(before, embeddings, codebooks, popularity, item_ids)
+        else:
+            codes, moved = before, np.zeros(len(before), dtype=bool)
+        report = quality_report(before, codes, embeddings, codebooks, moved)
+        return cls(item_ids, codes, quantizer.codebook_sizes, codebooks, report, titles, seed)
+
+    def select(self, item_ids) -> SIDTable:
+        """The table of some items, in the order given, with the same codebooks.
+
+        The report is left out, because it measured the whole table.
+
+        Raises:
+            ValueError: an item is not in the table, or is given twice.
+        """
+        item_ids = check_item_ids(item_ids)
+        row_of = {item_id: row for row, item_id in enumerate(self.item_ids.tolist())}
+        unknown = [item_id for item_id in item_ids.tolist() if item_id not in row_of]
+        if unknown:
+            raise ValueError(f"`item_ids` names {_some(unknown)} not in this table of {len(self)} items.")
+        rows = np.array([row_of[item_id] for item_id in item_ids.tolist()])
+        titles = None if self.titles is None else self.titles[rows]
+        return SIDTable(
+            self.item_ids[rows], self.codes[rows], self.codebook_sizes, self.codebooks, titles=titles, seed=self.seed
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the table to a folder of its own, replacing a table that is there; see `storage.save_table`."""
+        from .storage import save_table
+
+        save_table(self, Path(folder))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> SIDTable:
+        """Reads a table that `save` wrote; see `storage.load_table`."""
+        from .storage import load_table
+
+        return load_table(Path(folder))
+
+
+def check_item_ids(item_ids) -> np.ndarray:
+    """Returns item ids, strings or integers, as an array of `str`; raises `ValueError` for others and repeated ones."""
+    item_ids = np.asarray(item_ids)
+    if item_ids.ndim != 1 or not item_ids.size:
+        raise ValueError(f"`item_ids` must be a non-empty one-dimensional array, got shape {item_ids.shape}.")
+    if item_ids.dtype.kind not in "iuU":
+        wrong = [row for row, item_id in enumerate(item_ids.tolist()) if not isinstance(item_id, str)]
+        if wrong:
+            raise ValueError(
+                f"`item_ids` must be strings or integers, got {item_ids[wrong[0]]!r} in row {wrong[0]} "
+                f"({len(wrong)} such values)."
+            )
+    item_ids = item_ids.astype(str)
+    unique, counts = np.unique(item_ids, return_counts=True)
+    if len(unique) < len(item_ids):
+        repeated = _some(unique[counts > 1].tolist())
+        raise ValueError(f"`item_ids` names {repeated} more than once; give each item one row.")
+    return item_ids
+
+
+def _check_titles(titles, num_items: int) -> np.ndarray | None:
+    if titles is None:
+        return None
+    # Objects, because a fixed-width array would give every title the room of the longest one.
+    titles = np.array([title if isinstance(title, str) else "" for title in titles], dtype=object)
+    if len(titles) != num_items:
+        raise ValueError(f"`titles` has {len(titles)} entries for {num_items} items.")
+    return titles
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:5]))
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

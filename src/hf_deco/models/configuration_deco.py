@@ -1,0 +1,142 @@
+"""Configuration of Deco models."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
+
+# Scratch backbones: Qwen2-style, feed-forward 4 x width. They read fused tokens only, so they carry no text vocabulary.
+SCRATCH_BACKBONES = {
+    "S": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "M": {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6},
+    "L": {"hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 10},
+}
+NORMALIZATIONS = ("children", "vocabulary")
+
+
+def qwen2_shape(hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> dict:
+    """Qwen2 configuration arguments of a model of this size that is trained from scratch on codes."""
+    return {
+        "model_type": "qwen2",
+        "vocab_size": 1,
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_attention_heads,
+        "max_position_embeddings": 4096,
+        "use_cache": False,
+    }
+
+
+def _init_kwargs(hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> dict:
+    shape = qwen2_shape(hidden_size, num_hidden_layers, num_attention_heads)
+    return {name: value for name, value in shape.items() if name != "model_type"}
+
+
+@strict
+class DecoConfig(PreTrainedConfig):
+    r"""
+    Configuration of [`DecoForSIDRetrieval`]: a backbone that reads the history, a light decoder that spells semantic IDs.
+
+    Args:
+        text_config (`dict` or `PreTrainedConfig`, *optional*):
+            The backbone, any decoder-only model by its `model_type`. Defaults to the scratch backbone L (8 layers of 640).
+        decoder_config (`dict` or `PreTrainedConfig`, *optional*):
+            The light decoder. Defaults to 2 layers of width 256 with 4 heads.
+        num_codebooks (`int`, *optional*, defaults to 4):
+            SID levels `K`.
+        codebook_size (`int` or `list[int]`, *optional*, defaults to 2048):
+            Codes per level `V`; a list of `K` sizes where levels differ.
+        num_concepts (`int`, *optional*, defaults to 2):
+            Concept vectors `M` that the history is condensed into (Eq. 5).
+        code_embedding_size (`int`, *optional*, defaults to 64):
+            Width of the code embeddings that the fuser reads (Eq. 3).
+        max_history_length (`int`, *optional*, defaults to 20):
+            Items of a history that are read, the latest `T`.
+        normalize_over (`str`, *optional*, defaults to `"children"`):
+            What a code competes with (Eq. 6): `"children"`, the valid next codes of its prefix, so that a forced level has
+            probability 1 and all SIDs of the catalog sum to 1; or `"vocabulary"`, all codes of the level, invalid ones included.
+        dropout (`float`, *optional*, defaults to 0.0):
+            Dropout in the fuser and on the residual branches of the backbone. Scratch backbones want 0.3.
+        decoder_dropout (`float`, *optional*, defaults to 0.0):
+            Dropout on the residual branches of the light decoder.
+        num_items (`int`, *optional*, defaults to 0):
+            Items in the catalog that the model carries; kept by `set_catalog`.
+        initializer_range (`float`, *optional*, defaults to 0.02):
+            Standard deviation of freshly initialised weights.
+
+    Example:
+        ```python
+        >>> from hf_deco import DecoConfig
+        >>> config = DecoConfig.from_preset("S", codebook_size=[256, 256, 64], num_codebooks=3)
+        >>> config.codebook_sizes
+        (256, 256, 64)
+
+        ```
+    """
+
+    model_type = "deco"
+    sub_configs_defaults = {
+        "text_config": SubConfigSpec(AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(**SCRATCH_BACKBONES["L"])),
+        "decoder_config": SubConfigSpec(AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(256, 2, 4)),
+    }
+
+    text_config: dict | PreTrainedConfig | None = None
+    decoder_config: dict | PreTrainedConfig | None = None
+    num_codebooks: int = 4
+    codebook_size: int | list[int] | tuple[int, ...] = 2048
+    num_concepts: int = 2
+    code_embedding_size: int = 64
+    max_history_length: int = 20
+    normalize_over: str = "children"
+    dropout: float | int = 0.0
+    decoder_dropout: float | int = 0.0
+    num_items: int = 0
+    initializer_range: float = 0.02
+
+    @classmethod
+    def from_preset(cls, size: str, **kwargs) -> "DecoConfig":
+        """Configuration with a scratch backbone.
+
+        Args:
+            size (`str`): `"S"` (2 layers of 128), `"M"` (4 of 384) or `"L"` (8 of 640).
+            kwargs: Any other argument of [`DecoConfig`]; `dropout` is 0.3 unless given.
+
+        Raises:
+            ValueError: If there is no such preset.
+        """
+        if size not in SCRATCH_BACKBONES:
+            raise ValueError(f"`size` must be one of {', '.join(SCRATCH_BACKBONES)}, got {size!r}.")
+        kwargs.setdefault("dropout", 0.3)
+        return cls(text_config=qwen2_shape(**SCRATCH_BACKBONES[size]), **kwargs)
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """Codes of every level, `K` integers."""
+        if isinstance(self.codebook_size, int):
+            return (self.codebook_size,) * self.num_codebooks
+        return tuple(self.codebook_size)
+
+    def validate_codebooks(self):
+        for name in ("num_codebooks", "num_concepts", "code_embedding_size", "max_history_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if not isinstance(self.codebook_size, int) and len(self.codebook_size) != self.num_codebooks:
+            raise ValueError(
+                f"`codebook_size` lists {len(self.codebook_size)} levels but `num_codebooks` is {self.num_codebooks}: "
+                "give one size for all levels or one per level."
+            )
+        if any(size < 1 for size in self.codebook_sizes):
+            raise ValueError(f"`codebook_size` must be positive, got {self.codebook_size}.")
+
+    def validate_options(self):
+        if self.normalize_over not in NORMALIZATIONS:
+            raise ValueError(f"`normalize_over` must be one of {', '.join(NORMALIZATIONS)}, got {self.normalize_over!r}.")
+        for name in ("dropout", "decoder_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must lie in [0, 1), got {getattr(self, name)}.")
+        if self.num_items < 0:
+            raise ValueError(f"`num_items` must not be negative, got {self.num_items}.")
+
+
+__all__ = ["DecoConfig"]

@@ -1,0 +1,99 @@
+"""Every option of a training run, in one dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import TrainingArguments
+
+
+def option(default, help: str, **kwargs):
+    """A dataclass field with its help text."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help, **kwargs})
+    return field(default=default, metadata={"help": help, **kwargs})
+
+
+@dataclass
+class DecoTrainingArguments(TrainingArguments):
+    """
+    Options of a Deco run: where the log is, how it is split and tokenised, what is trained, how it is judged.
+
+    All of [`transformers.TrainingArguments`] can be set beside these; some of its defaults are other ones here: batches of 256 users,
+    a learning rate of 1e-3 with warm-up and cosine decay, evaluation and a checkpoint every epoch, the best checkpoint by
+    validation NDCG@10 at the end.
+    """
+
+    interactions: str | None = option(None, "Log of interactions: CSV, Parquet or JSON Lines.")
+    items: str | None = option(None, "Item table: CSV, Parquet or JSON Lines.")
+    user_column: str = option("user_id", "Column of the log with user ids.")
+    item_column: str = option("item_id", "Column of log and item table with item ids.")
+    timestamp_column: str = option("timestamp", "Column of the log with times: unix seconds to nanoseconds, or dates.")
+    text_columns: list[str] = option(["text"], "Columns of the item table that describe an item; joined.")
+    title_column: str = option("title", "Column of the item table with the name to show.")
+    unknown_items: str = option("error", "Items of the log without a row in the table: `error` or `drop`.")
+    drop_duplicates: bool = option(False, "Remove exact duplicates of user, item and time.")
+    collapse_repeats: bool = option(False, "Collapse consecutive repeats of an item by a user.")
+    k_core: int = option(0, "Keep users and items with at least so many interactions, repeatedly; 0 keeps all.")
+
+    protocol: str = option("temporal", "Split: `temporal` (latest 10 %% test) or `leave_one_out`.")
+    cold_targets: str = option("miss", "Targets outside the training catalog: `miss` or `drop`.")
+
+    sids: str | None = option(None, "Folder of a SID table to use; built from the embeddings when not given.")
+    embeddings: str | None = option(None, "NumPy file (N, d) with one row per row of the item table; encoded from the texts when not given.")
+    embedding_model: str = option("sentence-transformers/all-MiniLM-L6-v2", "sentence-transformers model, name or path, for the texts.")
+    codebook_sizes: list[int] = option([2048, 2048, 2048, 2048], "Codes per SID level.")
+
+    backbone: str = option("M", "Scratch backbone: S (2 x 128), M (4 x 384) or L (8 x 640).")
+    num_concepts: int = option(2, "Concept vectors M.")
+    normalize_over: str = option("children", "What a code competes with: `children` or `vocabulary`.")
+    dropout: float = option(0.3, "Dropout of fuser and backbone.")
+    decoder_dropout: float = option(0.0, "Dropout of the light decoder.")
+    max_history_length: int = option(20, "Items of a history that are read, the latest T.")
+    init_code_tables: str = option("content", "Code tables start from the tokenizer's centroids (`content`) or at `random`.")
+
+    validation_beams: int = option(10, "Beam width of validation, which picks the checkpoint.")
+    validation_examples: int = option(5000, "Validation users drawn once, at most; 0 takes all.")
+    num_beams: int = option(100, "Beam width of the test.")
+    cutoffs: list[int] = option([10, 50, 100], "Cutoffs k of NDCG@k and Recall@k.")
+    early_stopping_patience: int = option(10, "Evaluations without a better NDCG@10 before training stops; 0 never stops.")
+    results_file: str | None = option(None, "JSON file of result rows to add this run to.")
+
+    output_dir: str | None = option("runs/deco", "Folder of the run.")
+    learning_rate: float = option(1e-3, "Peak learning rate.")
+    weight_decay: float = option(0.01, "Weight decay.")
+    warmup_steps: float = option(200, "Steps of linear warm-up (below 1: share of all steps).")
+    lr_scheduler_type: str = option("cosine", "Schedule after warm-up.")
+    num_train_epochs: float = option(30.0, "Passes over the training sequences.")
+    per_device_train_batch_size: int = option(256, "Training sequences per step and process.")
+    per_device_eval_batch_size: int = option(128, "Users per search and process.")
+    eval_strategy: str = option("epoch", "When to validate.")
+    save_strategy: str = option("epoch", "When to keep a checkpoint.")
+    save_total_limit: int | None = option(1, "Checkpoints kept beside the best one.")
+    logging_steps: float = option(20, "Steps between log lines.")
+    report_to: None | str | list[str] = option("none", "Trackers, such as `tensorboard`.")
+    load_best_model_at_end: bool = option(True, "End with the best checkpoint.")
+    metric_for_best_model: str | None = option("ndcg@10", "Validation metric that picks the checkpoint.")
+    greater_is_better: bool | None = option(True, "Whether a larger metric is better.")
+    remove_unused_columns: bool = option(False, "Kept off: the collator reads all columns.")
+
+    def __post_init__(self):
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # the parent refuses bf16 on a machine without accelerator unless told so
+        super().__post_init__()
+        choices = {
+            "protocol": ("temporal", "leave_one_out"),
+            "unknown_items": ("error", "drop"),
+            "cold_targets": ("miss", "drop"),
+            "backbone": ("S", "M", "L"),
+            "normalize_over": ("children", "vocabulary"),
+            "init_code_tables": ("content", "random"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if self.num_beams < max(self.cutoffs):
+            raise ValueError(f"`num_beams` ({self.num_beams}) is narrower than the largest of `cutoffs` ({max(self.cutoffs)}): widen it.")
+        if self.validation_beams < 10:
+            raise ValueError(f"`validation_beams` must be at least 10 for NDCG@10, got {self.validation_beams}.")

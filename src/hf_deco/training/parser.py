@@ -1,0 +1,49 @@
+"""Options from a YAML file, overridden on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+from transformers import HfArgumentParser
+
+from .arguments import DecoTrainingArguments
+
+
+def make_parser(**kwargs) -> HfArgumentParser:
+    """A parser with an optional YAML file first and one flag for each option."""
+    parser = HfArgumentParser(DecoTrainingArguments, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+    parser.add_argument("config", nargs="?", help="YAML file with options; flags override it.")
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None, parser: HfArgumentParser | None = None, **kwargs) -> DecoTrainingArguments:
+    """Read options.
+
+    Args:
+        argv (`list[str]`, *optional*): Command line without the program's name; the process's own by default.
+        parser ([`HfArgumentParser`], *optional*): Parser from [`make_parser`]; made from `kwargs` by default.
+
+    Raises:
+        ValueError: If the file is not a mapping, or holds an unknown option (named).
+        SystemExit: For a bad command line, as `argparse` does.
+    """
+    parser = make_parser(**kwargs) if parser is None else parser
+    path = parser.parse_known_args(argv)[0].config
+    if path is not None:
+        parser.set_defaults(**read_options(path))
+    args, *rest = parser.parse_args_into_dataclasses(argv)
+    return args
+
+
+def read_options(path: str | Path) -> dict:
+    """Options of a YAML file, checked by name."""
+    options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(options, dict):
+        raise ValueError(f"`config` {str(path)!r} must hold a mapping of options, got {type(options).__name__}.")
+    unknown = sorted(set(options) - {item.name for item in fields(DecoTrainingArguments)})
+    if unknown:
+        raise ValueError(f"`config` {str(path)!r} holds unknown options: {', '.join(unknown)}.")
+    return options

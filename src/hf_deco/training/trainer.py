@@ -1,0 +1,66 @@
+"""transformers' `Trainer` for models that retrieve: evaluation by generation."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import EvalPrediction, Trainer
+
+from ..data.collators import ExampleDataset
+from ..evaluation.evaluator import Evaluator
+
+
+class DecoTrainer(Trainer):
+    """Trains a model on dense next-item targets and validates it by what it retrieves.
+
+    Everything else is the parent's: mixed precision, accumulation, resume, trackers, distribution through Accelerate.
+
+    Args:
+        evaluator ([`Evaluator`]): Held-out examples and metrics of every evaluation during training.
+        catalog (`np.ndarray` of shape `(C,)`): Item index of every row of the model's catalog.
+        num_beams (`int`): Beam width of those evaluations.
+        kwargs: Arguments of [`transformers.Trainer`].
+    """
+
+    def __init__(self, *args, evaluator: Evaluator, catalog: np.ndarray, num_beams: int = 10, **kwargs):
+        self._catalog = torch.as_tensor(catalog)
+        self._search = {"num_beams": num_beams, "num_return_sequences": min(num_beams, max(evaluator.ks))}
+
+        def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+            metrics = evaluator.evaluate_retrieved(prediction.predictions)
+            return {name: value for name, value in metrics.items() if "/" not in name}  # slices are for tests
+
+        super().__init__(
+            *args, eval_dataset=ExampleDataset(evaluator.examples), compute_metrics=compute_metrics, **kwargs
+        )
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Retrieve for one batch: no loss, item indices `(B, R)` with -1 where fewer were found, targets `(B,)`."""
+        inputs = self._prepare_inputs(inputs)
+        targets = inputs.pop("target_items")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            output = self.accelerator.unwrap_model(model).generate(**inputs, **self._search, return_dict_in_generate=True)
+        rows = output.item_rows.view(targets.shape[0], -1)
+        items = torch.where(rows >= 0, self._catalog.to(rows.device)[rows.clamp(min=0)], -1)
+        return None, items, targets
+
+    def test(self, evaluator: Evaluator, num_beams: int) -> dict[str, float]:
+        """Metrics of the present model on other examples.
+
+        Args:
+            evaluator ([`Evaluator`]): Examples and metrics.
+            num_beams (`int`): Beam width; as many items are ranked as the largest cutoff asks for.
+
+        Raises:
+            ValueError: If the beam is narrower than the largest cutoff.
+        """
+        if num_beams < max(evaluator.ks):
+            raise ValueError(f"`num_beams` ({num_beams}) is narrower than the largest cutoff ({max(evaluator.ks)}): widen the beam.")
+        before, metrics = self._search, self.compute_metrics
+        self._search = {"num_beams": num_beams, "num_return_sequences": max(evaluator.ks)}
+        self.compute_metrics = None
+        try:
+            prediction = self.predict(ExampleDataset(evaluator.examples))
+        finally:
+            self._search, self.compute_metrics = before, metrics
+        return evaluator.evaluate_retrieved(prediction.predictions)
