@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_deco.items import RQKMeans, format_report, quality_report, resolve_collisions
+from hf_deco.training.results import write_json
 
 
 def make_catalog(num_items: int, width: int, duplicate_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
         row |= {"threads": os.environ.get("OMP_NUM_THREADS", os.cpu_count()), "report": report}
         row |= {"command": " ".join(["python", *sys.argv]), "date": date.today().isoformat()}
         rows = json.loads(args.json.read_text()) if args.json.exists() else []
-        args.json.write_text(json.dumps([*rows, row], indent=2) + "\n")
+        write_json(args.json, [*rows, row])
 
 
 if __name__ == "__main__":

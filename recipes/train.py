@@ -2,10 +2,12 @@
 
     python recipes/train.py recipes/configs/beauty_deco_ce.yaml
     python recipes/train.py recipes/configs/beauty_deco_ce.yaml --seed 1 --output_dir runs/beauty_seed1
-    ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 recipes/train.py recipes/configs/beauty_deco_ce.yaml
+    ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 recipes/train.py
+    recipes/configs/beauty_deco_ce.yaml
 
-Every option of `hf_deco.training.arguments.DecoTrainingArguments` and of `transformers.TrainingArguments` can stand in the file or on the
-command line; `--help` lists them. `--resume_from_checkpoint last` goes on where a run of the same folder stopped.
+Every option of `hf_deco.training.arguments.DecoTrainingArguments` and of `transformers.TrainingArguments` can stand in
+the file or on the command line; `--help` lists them. `--resume_from_checkpoint last` goes on where a run of the same
+folder stopped.
 """
 
 from hf_deco.training.parser import parse_arguments

@@ -12,7 +12,8 @@ from .sequences import Examples, Sequences
 class SequenceWindows(Dataset):
     """Training sequences, cut into windows of at most `T` transitions that cover each transition once.
 
-    Windows are counted from the end, so that the latest ones are full; sequences of one item hold no transition and give none.
+    Windows are counted from the end, so that the latest ones are full; sequences of one item hold no transition and
+    give none.
 
     Args:
         sequences ([`Sequences`]): Item indices of every training sequence.
@@ -69,8 +70,8 @@ class SIDCollator:
         """Collate.
 
         Returns:
-            `item_codes (B, T, K)`, `attention_mask (B, T)`, and `labels (B, T, K)` with -100 at padding, or for examples with a
-            target `target_items (B,)`.
+            `item_codes (B, T, K)`, `attention_mask (B, T)`, and `labels (B, T, K)` with -100 at padding, or for
+            examples with a target `target_items (B,)`.
         """
         sequences = [torch.as_tensor(np.ascontiguousarray(feature["items"])).long() for feature in features]
         if "target" in features[0]:
@@ -82,7 +83,11 @@ class SIDCollator:
             }
         item_codes, mask = self._pad([items[:-1] for items in sequences])
         labels, _ = self._pad([items[1:] for items in sequences])
-        return {"item_codes": item_codes, "attention_mask": mask, "labels": labels.masked_fill(mask.unsqueeze(-1) == 0, -100)}
+        return {
+            "item_codes": item_codes,
+            "attention_mask": mask,
+            "labels": labels.masked_fill(mask.unsqueeze(-1) == 0, -100),
+        }
 
     def _pad(self, sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(1, max(len(items) for items in sequences))

@@ -36,11 +36,13 @@ def _init_kwargs(hidden_size: int, num_hidden_layers: int, num_attention_heads: 
 @strict
 class DecoConfig(PreTrainedConfig):
     r"""
-    Configuration of [`DecoForSIDRetrieval`]: a backbone that reads the history, a light decoder that spells semantic IDs.
+    Configuration of [`DecoForSIDRetrieval`]: a backbone that reads the history, a light decoder that spells semantic
+    IDs.
 
     Args:
         text_config (`dict` or `PreTrainedConfig`, *optional*):
-            The backbone, any decoder-only model by its `model_type`. Defaults to the scratch backbone L (8 layers of 640).
+            The backbone, any decoder-only model by its `model_type`. Defaults to the scratch backbone L (8 layers of
+            640).
         decoder_config (`dict` or `PreTrainedConfig`, *optional*):
             The light decoder. Defaults to 2 layers of width 256 with 4 heads.
         num_codebooks (`int`, *optional*, defaults to 4):
@@ -54,8 +56,9 @@ class DecoConfig(PreTrainedConfig):
         max_history_length (`int`, *optional*, defaults to 20):
             Items of a history that are read, the latest `T`.
         normalize_over (`str`, *optional*, defaults to `"children"`):
-            What a code competes with (Eq. 6): `"children"`, the valid next codes of its prefix, so that a forced level has
-            probability 1 and all SIDs of the catalog sum to 1; or `"vocabulary"`, all codes of the level, invalid ones included.
+            What a code competes with (Eq. 6): `"children"`, the valid next codes of its prefix, so that a forced level
+            has probability 1 and all SIDs of the catalog sum to 1; or `"vocabulary"`, all codes of the level, invalid
+            ones included.
         dropout (`float`, *optional*, defaults to 0.0):
             Dropout in the fuser and on the residual branches of the backbone. Scratch backbones want 0.3.
         decoder_dropout (`float`, *optional*, defaults to 0.0):
@@ -77,7 +80,9 @@ class DecoConfig(PreTrainedConfig):
 
     model_type = "deco"
     sub_configs_defaults = {
-        "text_config": SubConfigSpec(AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(**SCRATCH_BACKBONES["L"])),
+        "text_config": SubConfigSpec(
+            AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(**SCRATCH_BACKBONES["L"])
+        ),
         "decoder_config": SubConfigSpec(AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(256, 2, 4)),
     }
 
@@ -131,7 +136,9 @@ class DecoConfig(PreTrainedConfig):
 
     def validate_options(self):
         if self.normalize_over not in NORMALIZATIONS:
-            raise ValueError(f"`normalize_over` must be one of {', '.join(NORMALIZATIONS)}, got {self.normalize_over!r}.")
+            raise ValueError(
+                f"`normalize_over` must be one of {', '.join(NORMALIZATIONS)}, got {self.normalize_over!r}."
+            )
         for name in ("dropout", "decoder_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must lie in [0, 1), got {getattr(self, name)}.")

@@ -18,12 +18,13 @@ class SIDGenerationConfig(GenerationConfig):
     """Options of [`SIDGenerationMixin.generate`].
 
     Args:
-        num_beams (`int` or `list[int]`, *optional*): Beam width `B`; a list of `K` widths where levels differ. Defaults to 100.
-        num_return_sequences (`int`, *optional*): Items returned per user, at most the last beam width. Defaults to 10, or to
-            the last beam width where that is smaller.
+        num_beams (`int` or `list[int]`, *optional*): Beam width `B`; a list of `K` widths where levels differ. Defaults
+            to 100.
+        num_return_sequences (`int`, *optional*): Items returned per user, at most the last beam width. Defaults to 10,
+            or to the last beam width where that is smaller.
         return_dict_in_generate (`bool`, *optional*): Return a [`SIDGenerationOutput`] instead of the sequences alone.
-        skip_forced_levels (`bool`, *optional*): Spend no model work on prefixes with one continuation, whose probability is 1
-            under `normalize_over="children"`. Results are the same; defaults to `True`.
+        skip_forced_levels (`bool`, *optional*): Spend no model work on prefixes with one continuation, whose
+            probability is 1 under `normalize_over="children"`. Results are the same; defaults to `True`.
 
     Raises:
         ValueError: For any other argument, and for values that no search could run with.
@@ -44,7 +45,9 @@ class SIDGenerationConfig(GenerationConfig):
         self.validate()
 
     def validate(self, **unused):
-        widths = [] if self.num_beams is None else self.num_beams if isinstance(self.num_beams, list) else [self.num_beams]
+        widths = (
+            [] if self.num_beams is None else self.num_beams if isinstance(self.num_beams, list) else [self.num_beams]
+        )
         for width in widths:
             if not isinstance(width, int) or isinstance(width, bool) or width < 1:
                 raise ValueError(f"`num_beams` must be a positive integer or a list of them, got {self.num_beams!r}.")
@@ -57,11 +60,14 @@ class SIDGenerationConfig(GenerationConfig):
         widths = 100 if self.num_beams is None else self.num_beams
         widths = list(widths) if isinstance(widths, list) else [widths] * num_codebooks
         if len(widths) != num_codebooks:
-            raise ValueError(f"`num_beams` lists {len(widths)} widths for {num_codebooks} SID levels: give one for each level.")
+            raise ValueError(
+                f"`num_beams` lists {len(widths)} widths for {num_codebooks} SID levels: give one for each level."
+            )
         number = min(10, widths[-1]) if self.num_return_sequences is None else self.num_return_sequences
         if number > widths[-1]:
             raise ValueError(
-                f"`num_return_sequences` ({number}) must not exceed `num_beams` ({widths[-1]} at the last level): widen the beam."
+                f"`num_return_sequences` ({number}) must not exceed `num_beams` ({widths[-1]} at the last level): "
+                "widen the beam."
             )
         return widths, number
 
@@ -81,11 +87,11 @@ class SIDGenerationOutput(ModelOutput):
     Result of a search, best first for every user, flattened over users and their `R` returned sequences.
 
     Args:
-        sequences (`torch.LongTensor` of shape `(batch_size * R, K)`): SIDs; a user with fewer reachable items than `R` has
-            rows of -1 at the end.
+        sequences (`torch.LongTensor` of shape `(batch_size * R, K)`): SIDs; a user with fewer reachable items than `R`
+            has rows of -1 at the end.
         sequences_scores (`torch.FloatTensor` of shape `(batch_size * R,)`): Log-probabilities, `-inf` for rows of -1.
-        item_rows (`torch.LongTensor` of shape `(batch_size * R,)`): Catalog row of every SID, its first item where several
-            share it, -1 for rows of -1.
+        item_rows (`torch.LongTensor` of shape `(batch_size * R,)`): Catalog row of every SID, its first item where
+            several share it, -1 for rows of -1.
     """
 
     sequences: torch.LongTensor | None = None
@@ -100,7 +106,8 @@ class SIDScorer(Protocol):
         """States `(U, w)` of the empty prefix of every user."""
 
     def advance(self, parents: torch.LongTensor, codes: torch.LongTensor, level: int) -> torch.Tensor:
-        """States `(A, w)` after `codes` `(A,)` of this level are read, `parents` `(A,)` indexing the rows returned last."""
+        """States `(A, w)` after `codes` `(A,)` of this level are read, `parents` `(A,)` indexing the rows returned
+        last."""
 
     def head(self, level: int) -> torch.Tensor:
         """Output class vectors `(V, w)` of a level."""
@@ -116,10 +123,20 @@ class Beams:
     codes: torch.LongTensor  # (R, level)
     state_rows: torch.LongTensor  # (R,) row of the scorer's states, -1 where the prefix needs none
 
+    @classmethod
+    def none(cls, trie: SIDTrie) -> "Beams":
+        """The beams of no users."""
+        nothing = trie.item_rows[:0]
+        return cls(nothing, nothing, nothing.float(), nothing.new_zeros((0, trie.num_codebooks)), nothing)
+
 
 @torch.no_grad()
 def beam_search(
-    scorer: SIDScorer, trie: SIDTrie, num_beams: list[int], normalize_over: str = "children", skip_forced_levels: bool = True
+    scorer: SIDScorer,
+    trie: SIDTrie,
+    num_beams: list[int],
+    normalize_over: str = "children",
+    skip_forced_levels: bool = True,
 ) -> Beams:
     """Find the most likely SIDs of every user.
 
@@ -173,7 +190,9 @@ def _score_children(beams, states, weight, trie, level, normalize_over, skip):
         branch_rows = torch.cumsum(branching, 0) - 1
         branch_states = states[beams.state_rows[branching]]
         branch_parents = branch_rows[parents[candidates]]
-        log_probs[candidates] = candidate_log_probs(branch_states, weight, branch_parents, codes[candidates], normalize_over)
+        log_probs[candidates] = candidate_log_probs(
+            branch_states, weight, branch_parents, codes[candidates], normalize_over
+        )
     return parents, children, codes, log_probs
 
 
@@ -193,7 +212,9 @@ def top_per_user(scores: torch.Tensor, users: torch.LongTensor, num_users: int, 
     starts = torch.cumsum(counts, 0) - counts
     width = int(counts.max())
     padded = scores.new_full((num_users, width), -torch.inf)
-    padded[users, torch.arange(users.shape[0], device=users.device) - starts[users]] = torch.nan_to_num(scores, nan=-torch.inf)
+    padded[users, torch.arange(users.shape[0], device=users.device) - starts[users]] = torch.where(
+        scores.isnan(), -torch.inf, scores
+    )
     best, positions = padded.topk(min(number, width), dim=1)
     return (positions + starts.unsqueeze(1))[best > -torch.inf]
 
@@ -218,39 +239,47 @@ class SIDGenerationMixin:
 
         Args:
             item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories, padded on the left.
-            attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding. All ones by default.
+            attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding. All ones by
+                default.
             concepts (`torch.Tensor` of shape `(B, M, w)`, *optional*): Stored concepts instead of histories.
             generation_config ([`SIDGenerationConfig`], *optional*): Options; the checkpoint's own by default.
             kwargs: Any option of [`SIDGenerationConfig`], over both.
 
         Returns:
-            `torch.LongTensor` of shape `(B * num_return_sequences, K)`, best first for every user, or a [`SIDGenerationOutput`]
-            where `return_dict_in_generate` is set.
+            `torch.LongTensor` of shape `(B * num_return_sequences, K)`, best first for every user, or a
+            [`SIDGenerationOutput`] where `return_dict_in_generate` is set.
 
         Raises:
-            ValueError: For an unknown argument, more returned sequences than beams, a model without a catalog, or neither or
-                both of histories and concepts.
+            ValueError: For an unknown argument, more returned sequences than beams, a model without a catalog, or
+                neither or both of histories and concepts.
         """
         options = self._prepare_generation_config(generation_config, **kwargs)
         num_beams, num_return_sequences = options.resolve(self.config.num_codebooks)
         if (item_codes is None) == (concepts is None):
             raise ValueError("Give `generate` either `item_codes` (with their `attention_mask`) or stored `concepts`.")
         trie = self.trie
-        scorer = self._make_scorer(item_codes, attention_mask, concepts)
         num_users = (item_codes if concepts is None else concepts).shape[0]
-        skip = options.skip_forced_levels is not False
-        beams = beam_search(scorer, trie, num_beams, self.config.normalize_over, skip)
+        if num_users:
+            scorer = self._make_scorer(item_codes, attention_mask, concepts)
+            skip = options.skip_forced_levels is not False
+            beams = beam_search(scorer, trie, num_beams, self.config.normalize_over, skip)
+        else:
+            beams = Beams.none(trie)
         output = _collect(beams, trie, num_users, num_return_sequences)
         return output if options.return_dict_in_generate else output.sequences
 
-    def _prepare_generation_config(self, generation_config: SIDGenerationConfig | None, **kwargs) -> SIDGenerationConfig:
+    def _prepare_generation_config(
+        self, generation_config: SIDGenerationConfig | None, **kwargs
+    ) -> SIDGenerationConfig:
         """Options of one call: its keyword arguments, over the given configuration, over the checkpoint's."""
         own = {name: value for name, value in vars(self.generation_config).items() if not name.startswith("_")}
         given = {} if generation_config is None else vars(copy.deepcopy(generation_config))
         given = {name: value for name, value in given.items() if value is not None and not name.startswith("_")}
         return SIDGenerationConfig(**{**own, **given, **kwargs})
 
-    def adjust_generation_fn(self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path, *args, **kwargs):
+    def adjust_generation_fn(
+        self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path, *args, **kwargs
+    ):
         """Called by `from_pretrained`: take the checkpoint's `generation_config.json` where it has one."""
         if generation_config is not None:
             self.generation_config = SIDGenerationConfig.from_dict(generation_config.to_dict())
@@ -266,7 +295,9 @@ class SIDGenerationMixin:
 def _collect(beams: Beams, trie: SIDTrie, num_users: int, number: int) -> SIDGenerationOutput:
     """Pad every user's beams to `number` rows and flatten."""
     counts = torch.bincount(beams.users, minlength=num_users)
-    ranks = torch.arange(beams.users.shape[0], device=beams.users.device) - (torch.cumsum(counts, 0) - counts)[beams.users]
+    ranks = (
+        torch.arange(beams.users.shape[0], device=beams.users.device) - (torch.cumsum(counts, 0) - counts)[beams.users]
+    )
     kept = ranks < number
     slots = beams.users[kept] * number + ranks[kept]
     sequences = beams.codes.new_full((num_users * number, trie.num_codebooks), FILLER)
@@ -280,15 +311,15 @@ def _collect(beams: Beams, trie: SIDTrie, num_users: int, number: int) -> SIDGen
 class TrieLogitsProcessor(LogitsProcessor):
     """Lets stock transformers `generate` write only SIDs of a catalog, without a Python loop over beams.
 
-    Generated token `k` (counted from the end of the prompt) stands for code `token - level_offsets[k]` of level `k`; every other
-    token gets `-inf`. Stock beam search adds the model's unnormalised scores: pass `renormalize_logits=True,
-    length_penalty=0.0` to it for probabilities over valid children.
+    Generated token `k` (counted from the end of the prompt) stands for code `token - level_offsets[k]` of level `k`;
+    every other token gets `-inf`. Stock beam search adds the model's unnormalised scores: pass
+    `renormalize_logits=True, length_penalty=0.0` to it for probabilities over valid children.
 
     Args:
         trie ([`SIDTrie`]): The catalog.
         prompt_length (`int`, *optional*, defaults to 0): Tokens before the first generated one.
-        level_offsets (`list[int]`, *optional*): First token of every level in the model's vocabulary. Zeros by default: tokens
-            are codes.
+        level_offsets (`list[int]`, *optional*): First token of every level in the model's vocabulary. Zeros by default:
+            tokens are codes.
 
     Raises:
         ValueError: When called for more levels than the trie has.
@@ -297,17 +328,21 @@ class TrieLogitsProcessor(LogitsProcessor):
     def __init__(self, trie: SIDTrie, prompt_length: int = 0, level_offsets: list[int] | None = None):
         self.trie = trie
         self.prompt_length = prompt_length
-        self.level_offsets = [0] * trie.num_codebooks if level_offsets is None else [int(offset) for offset in level_offsets]
+        self.level_offsets = (
+            [0] * trie.num_codebooks if level_offsets is None else [int(offset) for offset in level_offsets]
+        )
         if len(self.level_offsets) != trie.num_codebooks:
-            raise ValueError(f"`level_offsets` must list {trie.num_codebooks} offsets, one per level, got {len(self.level_offsets)}.")
+            raise ValueError(
+                f"`level_offsets` must list {trie.num_codebooks} offsets, one per level, got {len(self.level_offsets)}."
+            )
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Mask `scores` `(rows, vocabulary)` given the tokens so far, `input_ids` `(rows, length)`."""
         level = input_ids.shape[1] - self.prompt_length
         if not 0 <= level < self.trie.num_codebooks:
             raise ValueError(
-                f"`TrieLogitsProcessor` was asked for code {level + 1} of SIDs with {self.trie.num_codebooks} levels: check "
-                "`prompt_length` and set `max_new_tokens` to the number of levels."
+                f"`TrieLogitsProcessor` was asked for code {level + 1} of SIDs with {self.trie.num_codebooks} levels: "
+                "check `prompt_length` and set `max_new_tokens` to the number of levels."
             )
         trie = self.trie.to(scores.device)
         if level == 0:

@@ -25,9 +25,10 @@ class DecoOutput(ModelOutput):
     Output of [`DecoForSIDRetrieval`].
 
     Args:
-        loss (`torch.FloatTensor`, *optional*): Mean over targets of the negative log-likelihood of a target's SID, where
-            `labels` were given.
-        concepts (`torch.FloatTensor` of shape `(B, M, w)`): Concepts of the whole histories, the complete serving state.
+        loss (`torch.FloatTensor`, *optional*): Mean over targets of the negative log-likelihood of a target's SID,
+            where `labels` were given.
+        concepts (`torch.FloatTensor` of shape `(B, M, w)`): Concepts of the whole histories, the complete serving
+            state.
         num_targets (`torch.LongTensor`, *optional*): Targets in the loss.
     """
 
@@ -99,8 +100,8 @@ class CodeDecoder(nn.Module):
     def sid_log_probs(self, concepts: torch.Tensor, codes: torch.LongTensor, trie: SIDTrie) -> torch.Tensor:
         """Log-probability of every code of given SIDs.
 
-        A level with a single valid code has probability 1 under `"children"`: its prefix is neither scored, nor read where no
-        later level branches.
+        A level with a single valid code has probability 1 under `"children"`: its prefix is neither scored, nor read
+        where no later level branches.
 
         Args:
             concepts (`torch.Tensor` of shape `(R, M, w)`): Adapted concepts.
@@ -113,7 +114,9 @@ class CodeDecoder(nn.Module):
         paths = trie.node_paths(codes)
         if (paths[:, -1] < 0).any():
             missing = codes[paths[:, -1] < 0]
-            raise ValueError(f"`labels` hold {missing.shape[0]} SIDs that are not in the catalog, such as {missing[0].tolist()}.")
+            raise ValueError(
+                f"`labels` hold {missing.shape[0]} SIDs that are not in the catalog, such as {missing[0].tolist()}."
+            )
         nodes = F.pad(paths[:, :-1], (1, 0))  # (R, K) node before each level
         branching = torch.ones_like(nodes, dtype=torch.bool)
         if self.normalize_over == "children":
@@ -128,13 +131,19 @@ class CodeDecoder(nn.Module):
             if length and rows.numel():
                 pieces.append((rows, self(concepts[rows], codes[rows, : length - 1])))
         for level in range(trie.num_codebooks):
-            chosen = [(rows[branching[rows, level]], states[branching[rows, level], level]) for rows, states in pieces if states.shape[1] > level]
+            chosen = [
+                (rows[branching[rows, level]], states[branching[rows, level], level])
+                for rows, states in pieces
+                if states.shape[1] > level
+            ]
             if not chosen:
                 continue
             rows, states = torch.cat([rows for rows, _ in chosen]), torch.cat([states for _, states in chosen])
             if rows.numel():
                 weight = self.heads[level].weight
-                gold = gold_log_probs(states, weight, trie, level, nodes[rows, level], paths[rows, level], self.normalize_over)
+                gold = gold_log_probs(
+                    states, weight, trie, level, nodes[rows, level], paths[rows, level], self.normalize_over
+                )
                 log_probs = log_probs.index_put((rows, torch.tensor(level, device=rows.device)), gold)
         return log_probs
 
@@ -186,20 +195,31 @@ class DecoPreTrainedModel(PreTrainedModel):
 
         Raises:
             OSError: If a file is missing, or its weights are truncated or damaged.
-            ValueError: If the weights lack some of the model's tensors, or hold a catalog that does not fit its configuration.
+            ValueError: If the weights lack some of the model's tensors, or hold tensors or a catalog that do not fit
+                its configuration.
         """
         with_info = kwargs.pop("output_loading_info", False)
+        ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are reported here
         try:
-            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except SafetensorError as error:
             raise OSError(
-                f"The weights of {pretrained_model_name_or_path!r} are damaged or truncated ({error}): fetch the checkpoint again."
+                f"The weights of {pretrained_model_name_or_path!r} are damaged or truncated ({error}): fetch the "
+                "checkpoint again."
             ) from error
         missing = sorted(info["missing_keys"])
         if missing:
             raise ValueError(
-                f"The checkpoint {pretrained_model_name_or_path!r} lacks {len(missing)} tensors of the model, such as {missing[:3]}: "
-                "it is incomplete, or was saved by another architecture."
+                f"The checkpoint {pretrained_model_name_or_path!r} lacks {len(missing)} tensors of the model, such as "
+                f"{missing[:3]}: it is incomplete, or was saved by another architecture."
+            )
+        mismatched = sorted(info["mismatched_keys"])
+        if mismatched and not ignore_mismatched_sizes:
+            name, stored, expected = mismatched[0]
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path!r} does not fit its configuration in {len(mismatched)} "
+                f"tensors, such as {name!r}: stored with shape {tuple(stored)}, {tuple(expected)} expected."
             )
         if model.catalog_codes.device.type != "meta" and model.config.num_items:
             check_codes(model.catalog_codes, model.config.codebook_sizes)
@@ -209,11 +229,12 @@ class DecoPreTrainedModel(PreTrainedModel):
 class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
     """Deco: reads a history of items once, and retrieves the next items by a beam search in a light decoder.
 
-    The codes of all items are a buffer of the model (`catalog_codes`), so a checkpoint is whole; `set_catalog` swaps them.
+    The codes of all items are a buffer of the model (`catalog_codes`), so a checkpoint is whole; `set_catalog` swaps
+    them.
 
-    A history without items is defined: its concept comes from a learned `start_state` in place of the backbone's, trained to
-    predict the first item of every sequence. It answers with what the log's sequences begin with, the best that can be said
-    about a user of whom nothing is known.
+    A history without items is defined: its concept comes from a learned `start_state` in place of the backbone's,
+    trained to predict the first item of every sequence. It answers with what the log's sequences begin with, the best
+    that can be said about a user of whom nothing is known.
 
     Args:
         config ([`DecoConfig`]): Sizes and options.
@@ -242,6 +263,10 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
         self._trie: SIDTrie | None = None
         add_residual_dropout(self.backbone, config.dropout)
         self.post_init()
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self._trie = None  # the catalog may be another one
 
     def get_input_embeddings(self):
         return None  # histories are codes: there is no table of text tokens
@@ -275,8 +300,9 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
     def init_code_tables(self, codebooks: list) -> None:
         """Start the code tables from content: similar codes begin with similar vectors, in all three roles.
 
-        A level's centroids are centred and turned onto their leading principal directions, then scaled to a root mean square
-        of 0.2 for the rows that the fuser reads and of `initializer_range` for decoder embeddings and output class vectors.
+        A level's centroids are centred and turned onto their leading principal directions, then scaled to a root mean
+        square of 0.2 for the rows that the fuser reads and of `initializer_range` for decoder embeddings and output
+        class vectors.
 
         Args:
             codebooks (`list` of `K` arrays of shape `(V_k, d_content)`): Centroids of the tokenizer.
@@ -285,8 +311,12 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
             ValueError: If they do not fit the model's codebooks.
         """
         shapes = [tuple(book.shape) for book in codebooks]
-        if [shape[0] for shape in shapes] != list(self.config.codebook_sizes):
-            raise ValueError(f"`codebooks` have shapes {shapes}, but the model's levels have {self.config.codebook_sizes} codes.")
+        if any(len(shape) != 2 for shape in shapes) or [shape[0] for shape in shapes] != list(
+            self.config.codebook_sizes
+        ):
+            raise ValueError(
+                f"`codebooks` have shapes {shapes}, but the model's levels have {self.config.codebook_sizes} codes."
+            )
         small = self.config.initializer_range
         for level, book in enumerate(codebooks):
             content = torch.as_tensor(book, dtype=torch.float32)
@@ -296,10 +326,13 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
             for weight, scale in roles:
                 weight.copy_(principal_rows(content, weight.shape[1], scale))
 
-    def encode_history(self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None) -> torch.Tensor:
+    def encode_history(
+        self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None
+    ) -> torch.Tensor:
         """Backbone states of all history items.
 
-        Histories are read in groups of like length, trimmed to the longest of the group: little work is spent on padding.
+        Histories are read in groups of like length, trimmed to the longest of the group: little work is spent on
+        padding.
 
         Args:
             item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories, padded on either side.
@@ -313,6 +346,8 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
         order = lengths.argsort(stable=True)
         order = order[lengths[order] > 0]
         hidden_size = self.config.text_config.hidden_size
+        if not order.numel():
+            return self.start_state.new_zeros((*mask.shape, hidden_size))
         states = None
         for rows in order.split(_ROWS_PER_GROUP):
             columns = mask[rows].any(0).nonzero()
@@ -320,14 +355,18 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
             group_mask = mask[rows, start:end]
             tokens = self.fuser(item_codes[rows, start:end].clamp(min=0))
             full = bool(group_mask.all())
-            hidden = self.backbone(inputs_embeds=tokens, attention_mask=None if full else group_mask, use_cache=False).last_hidden_state
+            hidden = self.backbone(
+                inputs_embeds=tokens, attention_mask=None if full else group_mask, use_cache=False
+            ).last_hidden_state
             hidden = hidden.masked_fill(~group_mask.unsqueeze(-1), 0)
             if states is None:
                 states = hidden.new_zeros((*mask.shape, hidden_size))
             states[rows, start:end] = hidden
-        return self.start_state.new_zeros((*mask.shape, hidden_size)) if states is None else states
+        return states
 
-    def encode_concepts(self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None) -> torch.Tensor:
+    def encode_concepts(
+        self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None
+    ) -> torch.Tensor:
         """Concepts `(B, M, w)` of whole histories, the complete serving state of each user (Eq. 5)."""
         mask = self._check_inputs(item_codes, attention_mask)
         return self._last_concepts(self.encode_history(item_codes, attention_mask), mask)
@@ -340,21 +379,23 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
     ) -> DecoOutput:
         """Concepts of histories and, given targets, the dense training loss.
 
-        Every labelled position is a target: `-sum_k log p(c_k | c_<k, z_t)`, averaged over targets. The first item of each
-        sequence is one more target, predicted from the start state.
+        Every labelled position is a target: `-sum_k log p(c_k | c_<k, z_t)`, averaged over targets. The first item of
+        each sequence is one more target, predicted from the start state.
 
         Args:
             item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories.
             attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding.
-            labels (`torch.LongTensor` of shape `(B, T, K)`, *optional*): SID of the item after each position, -100 where there is
-                no target.
+            labels (`torch.LongTensor` of shape `(B, T, K)`, *optional*): SID of the item after each position, -100
+                where there is no target.
         """
         mask = self._check_inputs(item_codes, attention_mask)
         states = self.encode_history(item_codes, attention_mask)
         if labels is None:
             return DecoOutput(concepts=self._last_concepts(states, mask))
         if labels.shape != item_codes.shape:
-            raise ValueError(f"`labels` must have the shape of `item_codes`, {tuple(item_codes.shape)}, got {tuple(labels.shape)}.")
+            raise ValueError(
+                f"`labels` must have the shape of `item_codes`, {tuple(item_codes.shape)}, got {tuple(labels.shape)}."
+            )
         labelled = labels[..., 0] != -100
         known = mask.any(1)
         first_items = item_codes[known, mask[known].to(torch.int8).argmax(1)]
@@ -367,10 +408,13 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
         return DecoOutput(loss=-log_probs.sum(1).mean(), num_targets=torch.tensor(codes.shape[0], device=codes.device))
 
     def _last_concepts(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        start_state = self.start_state.to(states.dtype)
+        if not mask.shape[1]:
+            return self.concept_head(start_state.expand(mask.shape[0], -1))
         positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         last = (mask * positions).amax(1)  # 0 for an empty history
         chosen = states[torch.arange(states.shape[0], device=mask.device), (last - 1).clamp(min=0)]
-        chosen = torch.where((last > 0).unsqueeze(1), chosen, self.start_state.to(states.dtype))
+        chosen = torch.where((last > 0).unsqueeze(1), chosen, start_state)
         return self.concept_head(chosen)
 
     def _make_scorer(self, item_codes, attention_mask, concepts) -> DecoderScorer:
@@ -378,19 +422,24 @@ class DecoForSIDRetrieval(DecoPreTrainedModel, SIDGenerationMixin):
             concepts = self.encode_concepts(item_codes, attention_mask)
         expected = (self.config.num_concepts, self.config.decoder_config.hidden_size)
         if concepts.dim() != 3 or tuple(concepts.shape[1:]) != expected:
-            raise ValueError(f"`concepts` must have shape (batch, {expected[0]}, {expected[1]}), got {tuple(concepts.shape)}.")
+            raise ValueError(
+                f"`concepts` must have shape (batch, {expected[0]}, {expected[1]}), got {tuple(concepts.shape)}."
+            )
         return DecoderScorer(self.decoder, concepts.to(self.dtype))
 
     def _check_inputs(self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None) -> torch.Tensor:
         """The boolean attention mask `(B, T)`, after shapes are checked."""
         if item_codes.dim() != 3 or item_codes.shape[2] != self.config.num_codebooks:
             raise ValueError(
-                f"`item_codes` must have shape (batch, items, {self.config.num_codebooks}), got {tuple(item_codes.shape)}."
+                f"`item_codes` must have shape (batch, items, {self.config.num_codebooks}), got "
+                f"{tuple(item_codes.shape)}."
             )
         if attention_mask is None:
             return torch.ones(item_codes.shape[:2], dtype=torch.bool, device=item_codes.device)
         if attention_mask.shape != item_codes.shape[:2]:
-            raise ValueError(f"`attention_mask` must have shape {tuple(item_codes.shape[:2])}, got {tuple(attention_mask.shape)}.")
+            raise ValueError(
+                f"`attention_mask` must have shape {tuple(item_codes.shape[:2])}, got {tuple(attention_mask.shape)}."
+            )
         return attention_mask.bool()
 
 
@@ -417,7 +466,9 @@ def add_residual_dropout(transformer: nn.Module, probability: float) -> None:
         return
     projections = [module for name, module in transformer.named_modules() if name.endswith(("o_proj", "down_proj"))]
     if not projections:
-        raise ValueError(f"`dropout` needs layers with `o_proj` and `down_proj`; {type(transformer).__name__} has none. Set it to 0.")
+        raise ValueError(
+            f"`dropout` needs layers with `o_proj` and `down_proj`; {type(transformer).__name__} has none. Set it to 0."
+        )
     for projection in projections:
         projection.register_forward_hook(lambda module, _, output: F.dropout(output, probability, module.training))
 

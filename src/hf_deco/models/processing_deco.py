@@ -10,15 +10,16 @@ from safetensors.torch import load_file, save_file
 from transformers import BatchFeature, ProcessorMixin
 from transformers.utils import PROCESSOR_NAME, cached_file
 
-from .trie import SIDTrie
+from .trie import SIDTrie, check_codes
 
 CATALOG_FILE = "catalog.safetensors"
 
 
 class DecoProcessor(ProcessorMixin):
-    """Knows the items of a catalog: their ids, SIDs and titles.
+    """Knows items: their ids, SIDs and titles.
 
-    Row `i` of every list is item row `i` of the model's catalog.
+    The first `num_items` are the model's catalog, row `i` here being item row `i` there. Items behind them, such as new
+    ones that the model was not trained to retrieve, can stand in a history all the same.
 
     Args:
         item_ids (`list[str]` of length `N`): Item ids, all different.
@@ -26,9 +27,10 @@ class DecoProcessor(ProcessorMixin):
         codebook_sizes (`tuple[int, ...]` of length `K`): Codes per level.
         max_history_length (`int`, *optional*, defaults to 20): Items of a history that are read, the latest `T`.
         titles (`list[str]` of length `N`, *optional*): Titles to show.
+        num_items (`int`, *optional*): Items of the model's catalog; all `N` by default.
 
     Raises:
-        ValueError: If an id appears twice, or lengths differ.
+        ValueError: If an id appears twice, lengths differ, or codes do not fit `codebook_sizes`.
 
     Example:
         ```python
@@ -52,30 +54,43 @@ class DecoProcessor(ProcessorMixin):
         codebook_sizes: tuple[int, ...],
         max_history_length: int = 20,
         titles: list[str] | None = None,
+        num_items: int | None = None,
     ):
         self.item_ids = [str(item) for item in item_ids]
         self.titles = None if titles is None else [str(title) for title in titles]
-        self.item_codes = torch.as_tensor(item_codes).to(torch.int32)
+        item_codes = torch.as_tensor(item_codes)
         self.codebook_sizes = tuple(int(size) for size in codebook_sizes)
         self.max_history_length = int(max_history_length)
+        check_codes(item_codes, self.codebook_sizes)
+        self.item_codes = item_codes.to(torch.int32)
         for name, values in (("item_codes", self.item_codes), ("titles", self.titles)):
             if values is not None and len(values) != len(self.item_ids):
                 raise ValueError(f"`{name}` has {len(values)} rows for {len(self.item_ids)} `item_ids`.")
         self._rows = {item: row for row, item in enumerate(self.item_ids)}
         if len(self._rows) != len(self.item_ids):
             twice = next(item for row, item in enumerate(self.item_ids) if self._rows[item] != row)
-            raise ValueError(f"`item_ids` must be unique; {len(self.item_ids) - len(self._rows)} are repeated, such as {twice!r}.")
-        self._trie = SIDTrie(self.item_codes, self.codebook_sizes)
+            raise ValueError(
+                f"`item_ids` must be unique; {len(self.item_ids) - len(self._rows)} are repeated, such as {twice!r}."
+            )
+        self.num_items = len(self.item_ids) if num_items is None else int(num_items)
+        if not 0 < self.num_items <= len(self.item_ids):
+            raise ValueError(
+                f"`num_items` must lie in 1..{len(self.item_ids)}, the number of `item_ids`, got {num_items}."
+            )
+        self._trie = SIDTrie(self.item_codes[: self.num_items], self.codebook_sizes)
 
     def __repr__(self) -> str:
-        return f"DecoProcessor(items={len(self.item_ids)}, codebook_sizes={self.codebook_sizes}, max_history_length={self.max_history_length})"
+        return (
+            f"DecoProcessor(items={self.num_items}, codebook_sizes={self.codebook_sizes}, "
+            f"max_history_length={self.max_history_length})"
+        )
 
     def __call__(self, histories: list[list[str]], return_tensors: str = "pt") -> BatchFeature:
         """Turn histories into model inputs.
 
         Args:
-            histories (`list[list[str]]`): Item ids of every user, oldest first. Of more than `max_history_length` the latest
-                count; an empty history is allowed and answered with what users start with.
+            histories (`list[list[str]]`): Item ids of every user, oldest first. Of more than `max_history_length` the
+                latest count; an empty history is allowed and answered with what users start with.
             return_tensors (`str`, *optional*, defaults to `"pt"`): Only PyTorch tensors are made.
 
         Returns:
@@ -87,7 +102,9 @@ class DecoProcessor(ProcessorMixin):
         if return_tensors != "pt":
             raise ValueError(f"`return_tensors` must be 'pt', got {return_tensors!r}.")
         if isinstance(histories, str) or any(isinstance(history, str) for history in histories):
-            raise ValueError("`histories` must be a list with one list of item ids per user, got a string in place of a list.")
+            raise ValueError(
+                "`histories` must be a list with one list of item ids per user, got a string in place of a list."
+            )
         rows = [self.rows_of(history)[-self.max_history_length :] for history in histories]
         width = max(1, max((len(row) for row in rows), default=0))
         mask = torch.zeros((len(rows), width), dtype=torch.long)
@@ -99,11 +116,14 @@ class DecoProcessor(ProcessorMixin):
         return BatchFeature({"item_codes": codes, "attention_mask": mask})
 
     def rows_of(self, items: list[str]) -> list[int]:
-        """Catalog rows of item ids; a `ValueError` names those that are unknown."""
+        """Rows of item ids; a `ValueError` names those that are unknown."""
         unknown = [item for item in items if item not in self._rows]
         if unknown:
             shown = ", ".join(repr(item) for item in unknown[:5])
-            raise ValueError(f"{len(unknown)} item ids are not in the catalog of {len(self.item_ids)} items: {shown}.")
+            raise ValueError(
+                f"{len(unknown)} item ids are not known; the processor knows {len(self.item_ids)} items, and not: "
+                f"{shown}."
+            )
         return [self._rows[item] for item in items]
 
     def batch_decode(self, sequences: torch.LongTensor) -> list[str | None]:
@@ -127,7 +147,7 @@ class DecoProcessor(ProcessorMixin):
         return None if self.titles is None else self.titles[self.rows_of([item])[0]]
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> list[str]:
-        """Write `processor_config.json` and `catalog.safetensors`; each replaces its old version at once or not at all."""
+        """Write `processor_config.json` and `catalog.safetensors`; each replaces its old version whole or not."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"item_codes": self.item_codes.contiguous(), **_pack("item_ids", self.item_ids)}
@@ -137,6 +157,7 @@ class DecoProcessor(ProcessorMixin):
             "processor_class": type(self).__name__,
             "max_history_length": self.max_history_length,
             "codebook_sizes": list(self.codebook_sizes),
+            "num_items": self.num_items,
         }
         written = []
         for name, write in (
@@ -144,8 +165,11 @@ class DecoProcessor(ProcessorMixin):
             (PROCESSOR_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")),
         ):
             temporary = folder / f".{name}.{os.getpid()}"
-            write(temporary)
-            os.replace(temporary, folder / name)
+            try:
+                write(temporary)
+                os.replace(temporary, folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
             written.append(str(folder / name))
         return written
 
@@ -158,7 +182,9 @@ class DecoProcessor(ProcessorMixin):
         """
         names = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
         loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        files = [cached_file(str(pretrained_model_name_or_path), name, **loading) for name in (PROCESSOR_NAME, CATALOG_FILE)]
+        files = [
+            cached_file(str(pretrained_model_name_or_path), name, **loading) for name in (PROCESSOR_NAME, CATALOG_FILE)
+        ]
         try:
             config = json.loads(Path(files[0]).read_text(encoding="utf-8"))
             tensors = load_file(files[1])
@@ -168,9 +194,12 @@ class DecoProcessor(ProcessorMixin):
                 codebook_sizes=config["codebook_sizes"],
                 max_history_length=config["max_history_length"],
                 titles=_unpack("titles", tensors) if "titles.bytes" in tensors else None,
+                num_items=config["num_items"],
             )
         except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise OSError(f"The processor files of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error!r}).") from error
+            raise OSError(
+                f"The processor files of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error!r})."
+            ) from error
 
 
 def _pack(name: str, strings: list[str]) -> dict[str, torch.Tensor]:

@@ -38,7 +38,8 @@ def candidate_log_probs(
         states (`torch.Tensor` of shape `(R, w)`): Decoder state of every prefix.
         weight (`torch.Tensor` of shape `(V, w)`): Output class vectors of the level.
         parents (`torch.LongTensor` of shape `(C,)`): Row in `states` of every candidate.
-        codes (`torch.LongTensor` of shape `(C,)`): Code of every candidate; under `"children"` all children of a prefix.
+        codes (`torch.LongTensor` of shape `(C,)`): Code of every candidate; under `"children"` all children of a
+            prefix.
         normalize_over (`str`): `"children"` or `"vocabulary"`.
 
     Returns:
@@ -55,8 +56,13 @@ def candidate_log_probs(
 
 
 def gold_log_probs(
-    states: torch.Tensor, weight: torch.Tensor, trie: SIDTrie, level: int, nodes: torch.LongTensor,
-    children: torch.LongTensor, normalize_over: str,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    trie: SIDTrie,
+    level: int,
+    nodes: torch.LongTensor,
+    children: torch.LongTensor,
+    normalize_over: str,
 ) -> torch.Tensor:
     """Log-probability of one given child of every prefix.
 
@@ -73,9 +79,13 @@ def gold_log_probs(
         `torch.Tensor` of shape `(R,)`, float32.
     """  # fmt: skip
     if normalize_over == "vocabulary":
-        return -F.cross_entropy(F.linear(states, weight).float(), trie.child_codes[level][children].long(), reduction="none")
+        return -F.cross_entropy(
+            F.linear(states, weight).float(), trie.child_codes[level][children].long(), reduction="none"
+        )
     if level == 0:  # one node, the root: every row has the same candidates
-        root_weight = weight if trie.num_nodes(1) == weight.shape[0] else F.embedding(trie.child_codes[0].long(), weight)
+        root_weight = (
+            weight if trie.num_nodes(1) == weight.shape[0] else F.embedding(trie.child_codes[0].long(), weight)
+        )
         return -F.cross_entropy(F.linear(states, root_weight).float(), children, reduction="none")
     parents, candidates, codes = trie.expand(level, nodes)
     log_probs = candidate_log_probs(states, weight, parents, codes, normalize_over)

@@ -1,11 +1,13 @@
 """The prefix tree of a catalog's semantic IDs, as flat arrays.
 
-The sorted unique SIDs decide everything: the nodes of level `k` are the distinct prefixes of length `k` in lexicographic
-order, so the children of a node are one contiguous range of the next level, and the leaves under a node are one
-contiguous range of leaves. Memory and build are `O(N K)`, a step of a search never depends on `N`.
+The sorted unique SIDs decide everything: the nodes of level `k` are the distinct prefixes of length `k` in
+lexicographic order, so the children of a node are one contiguous range of the next level, and the leaves under a node
+are one contiguous range of leaves. Memory and build are `O(N K)`, a step of a search never depends on `N`.
 """
 
 import torch
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class SIDTrie:
@@ -17,10 +19,12 @@ class SIDTrie:
     Attributes:
         num_codebooks (`int`): Depth `K`.
         codebook_sizes (`tuple[int, ...]`): Codes per level `V_k`.
-        child_offsets (`list[torch.LongTensor]`): For level `k`, shape `(nodes_k + 1,)`: the children of node `j` are the nodes
-            `child_offsets[k][j] .. child_offsets[k][j + 1] - 1` of level `k + 1`.
-        child_codes (`list[torch.IntTensor]`): For level `k`, shape `(nodes_{k+1},)`: last code of every node of level `k + 1`.
-        leaf_offsets (`list[torch.LongTensor]`): For level `k`, shape `(nodes_k + 1,)`: range of leaves under every node.
+        child_offsets (`list[torch.LongTensor]`): For level `k`, shape `(nodes_k + 1,)`: the children of node `j` are
+            the nodes `child_offsets[k][j] .. child_offsets[k][j + 1] - 1` of level `k + 1`.
+        child_codes (`list[torch.IntTensor]`): For level `k`, shape `(nodes_{k+1},)`: last code of every node of level
+            `k + 1`.
+        leaf_offsets (`list[torch.LongTensor]`): For level `k`, shape `(nodes_k + 1,)`: range of leaves under every
+            node.
         item_offsets (`torch.LongTensor`): Shape `(leaves + 1,)`: range in `item_rows` of the items of every leaf.
         item_rows (`torch.LongTensor`): Shape `(N,)`: catalog rows, grouped by leaf, ascending inside a leaf.
 
@@ -57,14 +61,19 @@ class SIDTrie:
         first = torch.where(differs.any(1), differs.to(torch.int8).argmax(1), self.num_codebooks)
         first = torch.cat([first.new_zeros(1), first])
 
-        starts = [torch.nonzero(first < level).squeeze(1) if level else first.new_zeros(1) for level in range(self.num_codebooks + 1)]
+        starts = [
+            torch.nonzero(first < level).squeeze(1) if level else first.new_zeros(1)
+            for level in range(self.num_codebooks + 1)
+        ]
         leaf_of_row = torch.cumsum(first < self.num_codebooks, 0) - 1
         end = torch.tensor([codes.shape[0]], device=codes.device)
         num_leaves = starts[-1].shape[0]
 
         self.child_codes = [codes[starts[k + 1], k].contiguous() for k in range(self.num_codebooks)]
         self.child_offsets = [
-            torch.cat([torch.searchsorted(starts[k + 1], starts[k]), starts[k + 1].new_tensor([starts[k + 1].shape[0]])])
+            torch.cat(
+                [torch.searchsorted(starts[k + 1], starts[k]), starts[k + 1].new_tensor([starts[k + 1].shape[0]])]
+            )
             for k in range(self.num_codebooks)
         ]
         self.leaf_offsets = [torch.cat([leaf_of_row[start], leaf_of_row.new_tensor([num_leaves])]) for start in starts]
@@ -124,7 +133,9 @@ class SIDTrie:
         offsets = self.child_offsets[level]
         return offsets[nodes + 1] - offsets[nodes]
 
-    def expand(self, level: int, nodes: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
+    def expand(
+        self, level: int, nodes: torch.LongTensor
+    ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
         """Children of many nodes at once, ragged.
 
         Args:
@@ -132,13 +143,16 @@ class SIDTrie:
             nodes (`torch.LongTensor` of shape `(R,)`): Node numbers.
 
         Returns:
-            Three tensors of shape `(C,)`, `C` the number of all children: the position in `nodes` of each child's parent, the
-            child's node number in level `level + 1`, the child's code. Children of one parent lie together, in order.
+            Three tensors of shape `(C,)`, `C` the number of all children: the position in `nodes` of each child's
+            parent, the child's node number in level `level + 1`, the child's code. Children of one parent lie together,
+            in order.
         """
         counts = self.num_children(level, nodes)
         parents = torch.repeat_interleave(torch.arange(nodes.shape[0], device=nodes.device), counts)
         before = torch.cumsum(counts, 0) - counts
-        children = torch.arange(parents.shape[0], device=nodes.device) + (self.child_offsets[level][nodes] - before)[parents]
+        children = (
+            torch.arange(parents.shape[0], device=nodes.device) + (self.child_offsets[level][nodes] - before)[parents]
+        )
         return parents, children, self.child_codes[level][children].long()
 
     def leaf_counts(self, level: int, nodes: torch.LongTensor) -> torch.LongTensor:
@@ -171,8 +185,8 @@ class SIDTrie:
             codes (`torch.Tensor` of shape `(..., L)`, `L <= K`): SIDs or prefixes.
 
         Returns:
-            `torch.LongTensor` of shape `(..., L)`: node number at levels `1 .. L`, -1 from the first level on at which the
-            prefix is not in the catalog.
+            `torch.LongTensor` of shape `(..., L)`: node number at levels `1 .. L`, -1 from the first level on at which
+            the prefix is not in the catalog.
         """
         codes = codes.long()
         nodes = torch.zeros(codes.shape[:-1], dtype=torch.long, device=codes.device)
@@ -190,7 +204,12 @@ class SIDTrie:
 
         Returns:
             `torch.LongTensor` of shape `(...)`.
+
+        Raises:
+            ValueError: If `codes` are not whole SIDs.
         """
+        if codes.shape[-1] != self.num_codebooks:
+            raise ValueError(f"`codes` must hold SIDs of {self.num_codebooks} codes, got shape {tuple(codes.shape)}.")
         leaves = self.node_paths(codes)[..., -1]
         return torch.where(leaves >= 0, self.item_rows[self.item_offsets[leaves.clamp(min=0)]], -1)
 
@@ -206,15 +225,20 @@ class SIDTrie:
 def check_codes(codes: torch.Tensor, codebook_sizes: tuple[int, ...]) -> None:
     """Raise a `ValueError` unless `codes` is a non-empty integer `(N, K)` matrix with every code inside its level."""
     if codes.dim() != 2 or codes.shape[1] != len(codebook_sizes):
-        raise ValueError(f"`codes` must have shape (items, {len(codebook_sizes)}), one column per codebook, got {tuple(codes.shape)}.")
-    if codes.is_floating_point() or codes.dtype == torch.bool:
-        raise ValueError(f"`codes` must hold integers, got {codes.dtype}.")
+        raise ValueError(
+            f"`codes` must have shape (items, {len(codebook_sizes)}), one column per codebook, got "
+            f"{tuple(codes.shape)}."
+        )
+    if codes.dtype not in _INTEGERS:
+        raise ValueError(f"`codes` must hold integers (int8 to int64, or uint8), got {codes.dtype}.")
     if codes.shape[0] == 0:
         raise ValueError("`codes` is empty: a catalog needs at least one item.")
     low, high = codes.amin(0).tolist(), codes.amax(0).tolist()
     for level, size in enumerate(codebook_sizes):
         if low[level] < 0 or high[level] >= size:
-            raise ValueError(f"`codes` of level {level + 1} must lie in 0..{size - 1}, got {low[level]}..{high[level]}.")
+            raise ValueError(
+                f"`codes` of level {level + 1} must lie in 0..{size - 1}, got {low[level]}..{high[level]}."
+            )
 
 
 def _lexicographic_order(codes: torch.Tensor, codebook_sizes: tuple[int, ...]) -> torch.LongTensor:

@@ -20,9 +20,9 @@ class DecoTrainingArguments(TrainingArguments):
     """
     Options of a Deco run: where the log is, how it is split and tokenised, what is trained, how it is judged.
 
-    All of [`transformers.TrainingArguments`] can be set beside these; some of its defaults are other ones here: batches of 256 users,
-    a learning rate of 1e-3 with warm-up and cosine decay, evaluation and a checkpoint every epoch, the best checkpoint by
-    validation NDCG@10 at the end.
+    All of [`transformers.TrainingArguments`] can be set beside these; some of its defaults are other ones here: batches
+    of 256 users, a learning rate of 1e-3 with warm-up and cosine decay, evaluation and a checkpoint every epoch, the
+    best checkpoint by validation NDCG@10 at the end.
     """
 
     interactions: str | None = option(None, "Log of interactions: CSV, Parquet or JSON Lines.")
@@ -41,23 +41,33 @@ class DecoTrainingArguments(TrainingArguments):
     cold_targets: str = option("miss", "Targets outside the training catalog: `miss` or `drop`.")
 
     sids: str | None = option(None, "Folder of a SID table to use; built from the embeddings when not given.")
-    embeddings: str | None = option(None, "NumPy file (N, d) with one row per row of the item table; encoded from the texts when not given.")
-    embedding_model: str = option("sentence-transformers/all-MiniLM-L6-v2", "sentence-transformers model, name or path, for the texts.")
+    embeddings: str | None = option(
+        None, "NumPy file (N, d) with one row per row of the item table; encoded from the texts when not given."
+    )
+    embedding_model: str = option(
+        "sentence-transformers/all-MiniLM-L6-v2", "sentence-transformers model, name or path, for the texts."
+    )
     codebook_sizes: list[int] = option([2048, 2048, 2048, 2048], "Codes per SID level.")
 
     backbone: str = option("M", "Scratch backbone: S (2 x 128), M (4 x 384) or L (8 x 640).")
+    decoder_width: int = option(256, "Width of the light decoder, a multiple of 64.")
+    decoder_layers: int = option(2, "Layers of the light decoder.")
     num_concepts: int = option(2, "Concept vectors M.")
     normalize_over: str = option("children", "What a code competes with: `children` or `vocabulary`.")
     dropout: float = option(0.3, "Dropout of fuser and backbone.")
     decoder_dropout: float = option(0.0, "Dropout of the light decoder.")
     max_history_length: int = option(20, "Items of a history that are read, the latest T.")
-    init_code_tables: str = option("content", "Code tables start from the tokenizer's centroids (`content`) or at `random`.")
+    init_code_tables: str = option(
+        "content", "Code tables start from the tokenizer's centroids (`content`) or at `random`."
+    )
 
     validation_beams: int = option(10, "Beam width of validation, which picks the checkpoint.")
     validation_examples: int = option(5000, "Validation users drawn once, at most; 0 takes all.")
     num_beams: int = option(100, "Beam width of the test.")
     cutoffs: list[int] = option([10, 50, 100], "Cutoffs k of NDCG@k and Recall@k.")
-    early_stopping_patience: int = option(10, "Evaluations without a better NDCG@10 before training stops; 0 never stops.")
+    early_stopping_patience: int = option(
+        10, "Evaluations without a better NDCG@10 before training stops; 0 never stops."
+    )
     results_file: str | None = option(None, "JSON file of result rows to add this run to.")
 
     output_dir: str | None = option("runs/deco", "Folder of the run.")
@@ -94,6 +104,13 @@ class DecoTrainingArguments(TrainingArguments):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         if self.num_beams < max(self.cutoffs):
-            raise ValueError(f"`num_beams` ({self.num_beams}) is narrower than the largest of `cutoffs` ({max(self.cutoffs)}): widen it.")
+            raise ValueError(
+                f"`num_beams` ({self.num_beams}) is narrower than the largest of `cutoffs` "
+                f"({max(self.cutoffs)}): widen it."
+            )
+        if self.decoder_width < 64 or self.decoder_width % 64:
+            raise ValueError(
+                f"`decoder_width` must be a positive multiple of 64, the width of a head, got {self.decoder_width}."
+            )
         if self.validation_beams < 10:
             raise ValueError(f"`validation_beams` must be at least 10 for NDCG@10, got {self.validation_beams}.")

@@ -11,15 +11,37 @@ from transformers import HfArgumentParser
 
 from .arguments import DecoTrainingArguments
 
+# Of the parent class's hundred options, those that a first reader wants; and ours that are there for the parent's sake.
+_SHOWN = (
+    "seed",
+    "bf16",
+    "max_steps",
+    "eval_steps",
+    "save_steps",
+    "gradient_accumulation_steps",
+    "resume_from_checkpoint",
+)
+_HIDDEN = {"remove_unused_columns", "greater_is_better", "metric_for_best_model", "load_best_model_at_end"}
 
-def make_parser(**kwargs) -> HfArgumentParser:
-    """A parser with an optional YAML file first and one flag for each option."""
+
+def make_parser(positionals: tuple[str, ...] = (), **kwargs) -> HfArgumentParser:
+    """A parser with the named positional arguments, an optional YAML file behind them, and one flag for each option."""
     parser = HfArgumentParser(DecoTrainingArguments, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-    parser.add_argument("config", nargs="?", help="YAML file with options; flags override it.")
+    for name in positionals:
+        parser.add_argument(name)
+    parser.add_argument("config", nargs="?", help="YAML file with options; flags override it")
+    shown = {*DecoTrainingArguments.__annotations__, *_SHOWN, "config", "help", *positionals} - _HIDDEN
+    for action in parser._actions:
+        if action.dest not in shown or any(flag.startswith("--no_") for flag in action.option_strings):
+            action.help = argparse.SUPPRESS
+    parser.usage = " ".join([parser.prog, *positionals, "[config.yaml] [--option value ...]"])
+    parser.epilog = "All other options of transformers.TrainingArguments are taken as well."
     return parser
 
 
-def parse_arguments(argv: list[str] | None = None, parser: HfArgumentParser | None = None, **kwargs) -> DecoTrainingArguments:
+def parse_arguments(
+    argv: list[str] | None = None, parser: HfArgumentParser | None = None, **kwargs
+) -> DecoTrainingArguments:
     """Read options.
 
     Args:
@@ -31,7 +53,7 @@ def parse_arguments(argv: list[str] | None = None, parser: HfArgumentParser | No
         SystemExit: For a bad command line, as `argparse` does.
     """
     parser = make_parser(**kwargs) if parser is None else parser
-    path = parser.parse_known_args(argv)[0].config
+    path = parser.parse_args(argv).config
     if path is not None:
         parser.set_defaults(**read_options(path))
     args, *rest = parser.parse_args_into_dataclasses(argv)

@@ -39,7 +39,9 @@ class DecoTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         targets = inputs.pop("target_items")
         with torch.no_grad(), self.compute_loss_context_manager():
-            output = self.accelerator.unwrap_model(model).generate(**inputs, **self._search, return_dict_in_generate=True)
+            output = self.accelerator.unwrap_model(model).generate(
+                **inputs, **self._search, return_dict_in_generate=True
+            )
         rows = output.item_rows.view(targets.shape[0], -1)
         items = torch.where(rows >= 0, self._catalog.to(rows.device)[rows.clamp(min=0)], -1)
         return None, items, targets
@@ -55,7 +57,9 @@ class DecoTrainer(Trainer):
             ValueError: If the beam is narrower than the largest cutoff.
         """
         if num_beams < max(evaluator.ks):
-            raise ValueError(f"`num_beams` ({num_beams}) is narrower than the largest cutoff ({max(evaluator.ks)}): widen the beam.")
+            raise ValueError(
+                f"`num_beams` ({num_beams}) is narrower than the largest cutoff ({max(evaluator.ks)}): widen the beam."
+            )
         before, metrics = self._search, self.compute_metrics
         self._search = {"num_beams": num_beams, "num_return_sequences": max(evaluator.ks)}
         self.compute_metrics = None

@@ -1,0 +1,38 @@
+# make demo   train on a real grocery log and recommend products by title (about ten minutes on two cores)
+# make test   run the tests
+# make lint   check style
+# make bench  benchmarks of trie and SIDs at full size
+# Each sets up .venv first, and again only when setup.cfg or this file changes.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint bench setup clean
+
+setup: $(READY)
+
+# The CPU build of torch is pinned first; without it pip would bring several gigabytes of CUDA.
+$(READY): setup.cfg pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/hf-deco demo --output-dir runs/demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check src recipes tests
+	$(BIN)/ruff format --check src recipes tests
+
+bench: $(READY)
+	$(BIN)/python recipes/benchmark_trie.py
+	$(BIN)/python recipes/benchmark_sids.py
+
+clean:
+	rm -rf .venv runs build dist src/*.egg-info

@@ -1,0 +1,68 @@
+"""Rows of a study: what was run, how, and what it gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import fields
+from datetime import date
+from pathlib import Path
+
+from .arguments import DecoTrainingArguments
+
+# Where a run writes and how it talks do not change what it gives.
+_INCIDENTAL = {"output_dir", "logging_dir", "results_file", "resume_from_checkpoint", "disable_tqdm", "run_name"}
+_SAME_RUN = ("system", "dataset", "protocol", "seed", "config")
+
+
+def add_result_rows(args: DecoTrainingArguments, metrics: dict, trainer, seconds: float) -> None:
+    """Put the rows of a run, the model's and the floors', into the study's file, in place of earlier rows of the same
+    run.
+
+    Args:
+        args ([`DecoTrainingArguments`]): Options of the run; `results_file` names the file.
+        metrics (`dict`): Test metrics of every system.
+        trainer ([`DecoTrainer`]): The trainer after training.
+        seconds (`float`): Wall-clock time of the run.
+    """
+    path = Path(args.results_file)
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    common = {"dataset": Path(args.interactions).parent.name, "protocol": args.protocol}
+    for system, values in metrics.items():
+        row = {"system": system, **common, "seed": None, "metrics": values}
+        if system == "deco_ce":
+            row |= {
+                "seed": args.seed,
+                "validation_ndcg@10": trainer.state.best_metric,
+                "steps": trainer.state.global_step,
+                "best_step": trainer.state.best_global_step,
+                "num_parameters": trainer.model.num_parameters(),
+                "config": changed_arguments(args),
+                "command": shlex.join(["python", *sys.argv]),
+                "wall_s": round(seconds),
+            }
+        row["date"] = date.today().isoformat()
+        rows = [old for old in rows if any(old.get(name) != row.get(name) for name in _SAME_RUN)] + [row]
+    write_json(path, rows)
+
+
+def changed_arguments(args: DecoTrainingArguments) -> dict:
+    """Options of this project, and those of the parent class that differ from their defaults, as JSON values."""
+    defaults, own = DecoTrainingArguments(), DecoTrainingArguments.__annotations__
+    values = {}
+    for item in fields(args):
+        value, default = (getattr(source, item.name) for source in (args, defaults))
+        value, default = (getattr(entry, "value", entry) for entry in (value, default))  # enumerations
+        if item.name not in _INCIDENTAL and (item.name in own or value != default):
+            values[item.name] = value if isinstance(value, str | int | float | bool | list | None) else str(value)
+    return values
+
+
+def write_json(path: Path, content) -> None:
+    """Write JSON to a temporary file, then put it in place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,207 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from hf_deco import DecoForSIDRetrieval, SIDGenerationConfig
+
+
+def assert_same_state(model, expected):
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert tensor.device.type == "cpu" and torch.equal(tensor, theirs[name]), name
+    assert ours["catalog_codes"].dtype == torch.int32
+
+
+def assert_same_results(model, expected, inputs):
+    options = {"num_beams": 9, "num_return_sequences": 9, "return_dict_in_generate": True}
+    ours, theirs = model.generate(*inputs, **options), expected.generate(*inputs, **options)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(ours.item_rows, theirs.item_rows)
+    assert torch.equal(ours.sequences_scores, theirs.sequences_scores)
+
+
+def cast(model, dtype):
+    """The model in another dtype, rotary frequencies in float32 as in every model that transformers builds."""
+    model.to(dtype)
+    for transformer in (model.backbone, model.decoder.transformer):
+        rotary = transformer.rotary_emb
+        rotary.inv_freq = rotary.compute_default_rope_parameters(transformer.config)[0]
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoint_comes_back_exactly(make_model, make_histories, tmp_path, dtype):
+    model = cast(make_model(dropout=0.1), dtype)
+    model.save_pretrained(tmp_path)
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path)
+    assert not loaded.training and loaded.dtype == dtype
+    assert_same_state(loaded, model)
+    assert_same_results(loaded, model, make_histories(model, [3, 0, 2]))
+    assert loaded.config.to_dict()["num_items"] == 30
+    assert loaded.config.codebook_sizes == (5, 4, 6)
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16])
+def test_checkpoint_loads_in_the_asked_dtype(make_model, make_histories, tmp_path, saved, asked):
+    model = cast(make_model(), saved)
+    model.save_pretrained(tmp_path)
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path, dtype=asked)
+    assert_same_state(loaded, cast(model, asked))
+    assert_same_results(loaded, model, make_histories(model, [3, 2]))
+
+
+def test_loading_does_not_pass_through_the_random_generator(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    first = DecoForSIDRetrieval.from_pretrained(tmp_path)
+    torch.manual_seed(2)
+    assert_same_state(DecoForSIDRetrieval.from_pretrained(tmp_path), first)
+
+
+def test_loaded_model_trains_like_the_saved_one(make_model, make_histories, tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path)
+    item_codes, mask = make_histories(model, [3, 2])
+    labels = item_codes.masked_fill(mask.unsqueeze(-1) == 0, -100)
+    losses = [m(item_codes, mask, labels).loss for m in (model, loaded)]
+    assert losses[0].item() == losses[1].item()
+    for loss in losses:
+        loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) and (
+            ours.grad is None or torch.equal(ours.grad, theirs.grad)
+        ), name
+
+
+def test_checkpoint_saved_after_set_catalog_carries_the_new_catalog(make_model, make_codes, make_histories, tmp_path):
+    model = make_model()
+    inputs = make_histories(model, [3, 2])
+    model.save_pretrained(tmp_path / "old")
+    model.set_catalog(make_codes((5, 4, 6), 17, seed=8))
+    model.save_pretrained(tmp_path / "new")
+    old, new = (DecoForSIDRetrieval.from_pretrained(tmp_path / name) for name in ("old", "new"))
+    assert (old.config.num_items, new.config.num_items) == (30, 17)
+    assert_same_state(new, model)
+    assert_same_results(new, model, inputs)
+    old.set_catalog(make_codes((5, 4, 6), 17, seed=8))
+    assert_same_results(old, model, inputs)
+
+
+def test_model_without_a_catalog_can_be_saved_and_given_one_later(make_model, make_codes, tmp_path):
+    model = make_model(catalog=False)
+    model.save_pretrained(tmp_path)
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path)
+    assert_same_state(loaded, model)
+    with pytest.raises(ValueError, match="no catalog"):
+        loaded.generate(torch.zeros((1, 1, 3), dtype=torch.long))
+    loaded.set_catalog(make_codes((5, 4, 6), 5))
+    assert loaded.generate(torch.zeros((1, 1, 3), dtype=torch.long), num_beams=5).shape == (5, 3)
+
+
+@pytest.mark.parametrize("loader", [DecoForSIDRetrieval, AutoModel])
+@pytest.mark.parametrize("num_beams", [7, [4, 5, 6]])
+def test_generation_options_travel_with_the_checkpoint(make_model, make_histories, tmp_path, loader, num_beams):
+    model = make_model()
+    inputs = make_histories(model, [3])
+    model.generation_config = SIDGenerationConfig(num_beams=num_beams, num_return_sequences=3, skip_forced_levels=False)
+    model.save_pretrained(tmp_path)
+    loaded = loader.from_pretrained(tmp_path)
+    config = loaded.generation_config
+    assert type(config) is SIDGenerationConfig
+    assert (config.num_beams, config.num_return_sequences, config.skip_forced_levels) == (num_beams, 3, False)
+    assert loaded.generate(*inputs).tolist() == model.generate(*inputs).tolist()
+    assert loaded.generate(*inputs).shape == (3, 3)
+
+
+def test_checkpoint_without_generation_options_gets_the_defaults(make_model, make_histories, tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path)
+    assert type(loaded.generation_config) is SIDGenerationConfig and loaded.generation_config.num_beams is None
+    assert loaded.generate(*make_histories(model, [2])).shape == (10, 3)
+
+
+def test_given_generation_options_replace_those_of_the_checkpoint(make_model, tmp_path):
+    model = make_model()
+    model.generation_config = SIDGenerationConfig(num_beams=7)
+    model.save_pretrained(tmp_path)
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path, generation_config=SIDGenerationConfig(num_beams=2))
+    assert loaded.generation_config.num_beams == 2
+
+
+def test_loading_info_is_returned_on_request(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    loaded, info = DecoForSIDRetrieval.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(loaded, DecoForSIDRetrieval)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+
+
+def test_missing_weights_file_or_folder_is_an_oserror(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.999])
+def test_truncated_weights_are_an_oserror_that_says_so(make_model, tmp_path, kept):
+    make_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
+    with pytest.raises(OSError, match="damaged or truncated.*fetch the checkpoint again"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name", ["start_state", "catalog_codes", "decoder.heads.1.weight", "backbone.layers.0.mlp.up_proj.weight"]
+)
+def test_weights_that_lack_a_tensor_are_refused(make_model, tmp_path, name):
+    make_model().save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=rf"lacks 1 tensors of the model, such as \['{name}'\]"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"num_items": 29}, "catalog_codes"),
+        ({"num_items": 0}, "catalog_codes"),
+        ({"codebook_size": [5, 4, 7]}, "decoder.heads.2.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_the_configuration_are_refused(make_model, tmp_path, change, name):
+    make_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=f"does not fit its configuration.*'{name}'"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+def test_mismatched_sizes_are_reinitialised_on_request(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"codebook_size": [5, 4, 7]}))
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+    assert loaded.decoder.heads[2].weight.shape == (7, 12) and loaded.decoder.heads[2].weight.isfinite().all()
+
+
+def test_a_stored_catalog_with_codes_outside_their_level_is_refused(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors["catalog_codes"][3].fill_(9))
+    with pytest.raises(ValueError, match="level 1 must lie in 0..4"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)

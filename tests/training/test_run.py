@@ -1,0 +1,226 @@
+"""Whole runs on a small log: what they write, what they learn, how they go on, what they refuse."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoProcessor
+
+from hf_deco.training.arguments import DecoTrainingArguments
+from hf_deco.training.run import evaluate, train
+
+
+@pytest.fixture(scope="module")
+def finished(options, tmp_path_factory):
+    """One finished run: its folder, its options, the metrics it returned."""
+    folder = tmp_path_factory.mktemp("run")
+    chosen = options | {
+        "output_dir": str(folder / "run"),
+        "num_train_epochs": 25,
+        "results_file": str(folder / "rows.json"),
+    }
+    return folder, chosen, train(DecoTrainingArguments(**chosen))
+
+
+def test_a_run_learns_what_the_log_holds(finished):
+    _, _, metrics = finished
+    assert set(metrics) == {"deco_ce", "popularity", "text_neighbors", "cooccurrence"}
+    assert metrics["deco_ce"]["ndcg@10"] > metrics["popularity"]["ndcg@10"] + 0.2
+    assert metrics["deco_ce"]["ndcg@10"] > metrics["text_neighbors"]["ndcg@10"] + 0.05
+
+
+def test_a_run_writes_metrics_plot_and_result_rows(finished):
+    folder, chosen, metrics = finished
+    assert json.loads((folder / "run/metrics.json").read_text()) == metrics
+    assert (folder / "run/training.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((folder / "rows.json").read_text())
+    assert [row["system"] for row in rows] == ["deco_ce", "popularity", "text_neighbors", "cooccurrence"]
+    assert rows[0]["metrics"] == metrics["deco_ce"]
+    assert (rows[0]["seed"], rows[0]["protocol"]) == (42, "temporal")
+    assert rows[0]["config"]["codebook_sizes"] == [8, 8, 8]
+    assert "output_dir" not in rows[0]["config"]
+
+
+def test_the_folder_holds_no_pickle_but_the_resumable_state(finished):
+    folder, _, _ = finished
+    outside = [path for path in (folder / "run").rglob("*") if path.is_file() and "checkpoint-" not in str(path)]
+    assert {path.suffix for path in outside} <= {".safetensors", ".json", ".parquet", ".npy", ".png"}
+
+
+def test_auto_classes_reopen_the_checkpoint(finished):
+    folder, _, _ = finished
+    model = AutoModel.from_pretrained(folder / "run/model")
+    processor = AutoProcessor.from_pretrained(folder / "run/model")
+    inputs = processor([["i3", "i10", "i17"], []], return_tensors="pt")
+    items = processor.batch_decode(model.generate(**inputs, num_beams=20, num_return_sequences=3))
+    assert items[0] == "i24"
+    assert len(set(items[:3])) == 3 and all(item.startswith("i") for item in items)
+    assert processor.title("i6") == "Item i6"
+
+
+def test_evaluating_the_checkpoint_gives_the_runs_metrics(finished, tmp_path):
+    folder, chosen, metrics = finished
+    args = DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path)}))
+    again = evaluate(args, folder / "run/model")
+    assert again["deco_ce"] == pytest.approx(metrics["deco_ce"], abs=1e-6)
+    assert again["popularity"] == metrics["popularity"]
+
+
+def test_the_best_validation_checkpoint_is_kept(finished):
+    folder, _, _ = finished
+    states = sorted((folder / "run").glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
+    state = json.loads(states[-1].read_text())
+    scores = [entry["eval_ndcg@10"] for entry in state["log_history"] if "eval_ndcg@10" in entry]
+    assert state["best_metric"] == max(scores)
+    best = load_file(Path(state["best_model_checkpoint"]) / "model.safetensors")
+    kept = load_file(folder / "run/model/model.safetensors")
+    assert all(torch.equal(best[name], kept[name]) for name in best)
+
+
+def test_items_behind_the_catalog_are_read_but_never_retrieved(options, tmp_path):
+    log = pd.read_parquet(options["interactions"])
+    late = pd.DataFrame({"user_id": ["u0", "u0"], "item_id": ["i_new", "i3"], "timestamp": [1_009_990, 1_009_999]})
+    pd.concat([log, late]).to_parquet(tmp_path / "log.parquet")
+    table = pd.read_csv(options["items"])
+    new = pd.DataFrame({"item_id": ["i_new"], "title": ["New"], "text": ["new"]})
+    pd.concat([table, new]).to_csv(tmp_path / "items.csv", index=False)
+    embeddings = np.load(options["embeddings"])
+    np.save(tmp_path / "embeddings.npy", np.concatenate([embeddings, embeddings[:1] + 0.3]))
+    chosen = options | {
+        "interactions": str(tmp_path / "log.parquet"),
+        "items": str(tmp_path / "items.csv"),
+        "embeddings": str(tmp_path / "embeddings.npy"),
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 3,
+    }
+    metrics = train(DecoTrainingArguments(**chosen))
+    processor = AutoProcessor.from_pretrained(tmp_path / "run/model")
+    model = AutoModel.from_pretrained(tmp_path / "run/model")
+    assert (processor.num_items, len(processor.item_ids), model.config.num_items) == (40, 41, 40)
+    items = processor.batch_decode(model.generate(**processor([["i_new"]]), num_beams=50, num_return_sequences=50))
+    assert "i_new" not in items and len(set(items) - {None}) == 40
+    args = DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "again")}))
+    assert evaluate(args, tmp_path / "run/model")["deco_ce"] == pytest.approx(metrics["deco_ce"], abs=1e-6)
+
+
+def test_a_resumed_run_ends_with_exactly_the_weights_of_an_uninterrupted_one(options, tmp_path):
+    chosen = options | {
+        "dropout": 0.3,
+        "decoder_dropout": 0.1,
+        "max_steps": 8,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "save_total_limit": None,
+        "logging_steps": 1,
+        "load_best_model_at_end": False,
+    }
+    train(DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "whole")})))
+    # Step 5 of 3 steps an epoch: inside the second epoch, where data order and dropout both have to be picked up.
+    shutil.copytree(tmp_path / "whole/checkpoint-5", tmp_path / "resumed/checkpoint-5")
+    again = chosen | {"output_dir": str(tmp_path / "resumed"), "resume_from_checkpoint": "last"}
+    train(DecoTrainingArguments(**again))
+    whole = load_file(tmp_path / "whole/model/model.safetensors")
+    resumed = load_file(tmp_path / "resumed/model/model.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    losses = [
+        json.loads((tmp_path / name / "checkpoint-8/trainer_state.json").read_text()) for name in ("whole", "resumed")
+    ]
+    first, second = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in losses)
+    assert first == second and len(first) == 8
+
+
+def test_resuming_from_last_begins_where_there_is_nothing_yet(options, tmp_path):
+    args = DecoTrainingArguments(
+        **(options | {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": "last", "max_steps": 1})
+    )
+    assert train(args)["deco_ce"]["num_examples"] > 0
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(options, tmp_path):
+    weights = []
+    for name, seed in (("a", 7), ("b", 7), ("c", 8)):
+        train(DecoTrainingArguments(**(options | {"output_dir": str(tmp_path / name), "max_steps": 2, "seed": seed})))
+        weights.append(load_file(tmp_path / name / "model/model.safetensors"))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not torch.equal(weights[0]["fuser.up_proj.weight"], weights[2]["fuser.up_proj.weight"])
+
+
+def test_a_given_sid_table_is_used(finished, options, tmp_path):
+    folder, _, _ = finished
+    args = DecoTrainingArguments(
+        **(options | {"output_dir": str(tmp_path), "sids": str(folder / "run/sids"), "max_steps": 1, "seed": 3})
+    )
+    train(args)
+    kept, given = (load_file(path / "model/catalog.safetensors") for path in (tmp_path, folder / "run"))
+    assert torch.equal(kept["item_codes"], given["item_codes"])
+    assert not (tmp_path / "sids").exists()
+
+
+def _broken(options, tmp_path, **changes):
+    return DecoTrainingArguments(**(options | {"output_dir": str(tmp_path / "run")} | changes))
+
+
+def test_bad_input_is_refused_before_anything_is_written(options, tmp_path):
+    embeddings = np.load(options["embeddings"])
+    np.save(tmp_path / "short.npy", embeddings[:-1])
+    np.save(tmp_path / "nan.npy", np.where(np.arange(40)[:, None] == 7, np.nan, embeddings))
+    log = pd.read_parquet(options["interactions"])
+    log.assign(item_id="ghost").to_parquet(tmp_path / "ghosts.parquet")
+    log.head(1).to_parquet(tmp_path / "tiny.parquet")
+    cases = [
+        ({"interactions": None}, "`interactions` is not set"),
+        ({"interactions": str(tmp_path / "none.parquet")}, "none.parquet"),
+        ({"user_column": "shopper"}, "shopper"),
+        ({"embeddings": str(tmp_path / "short.npy")}, "40"),
+        ({"embeddings": str(tmp_path / "nan.npy")}, "7"),
+        ({"codebook_sizes": [64, 8]}, "codebook_sizes"),
+        ({"interactions": str(tmp_path / "ghosts.parquet")}, "ghost"),
+        ({"interactions": str(tmp_path / "tiny.parquet")}, "split|test|train"),
+    ]
+    for changes, message in cases:
+        with pytest.raises((ValueError, OSError), match=message):
+            train(_broken(options, tmp_path, **changes))
+        assert not (tmp_path / "run").exists(), changes
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"protocol": "random"}, "`protocol` must be one of temporal, leave_one_out, got 'random'"),
+        ({"backbone": "XL"}, "`backbone` must be one of S, M, L"),
+        ({"num_beams": 10}, r"`num_beams` \(10\) is narrower than the largest of `cutoffs` \(20\)"),
+        ({"validation_beams": 5}, "`validation_beams` must be at least 10"),
+        ({"decoder_width": 100}, "`decoder_width` must be a positive multiple of 64"),
+        ({"normalize_over": "all"}, "`normalize_over` must be one of"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_once(options, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        _broken(options, tmp_path, **changes)
+
+
+def test_a_checkpoint_is_not_evaluated_on_items_it_does_not_know(finished, options, tmp_path):
+    folder, chosen, _ = finished
+    table = pd.read_csv(options["items"])
+    pd.concat([table, table.head(1).assign(item_id="stranger")]).to_csv(tmp_path / "more.csv", index=False)
+    np.save(tmp_path / "more.npy", np.concatenate([np.load(options["embeddings"]), np.ones((1, 6), np.float32)]))
+    changes = {
+        "items": str(tmp_path / "more.csv"),
+        "embeddings": str(tmp_path / "more.npy"),
+        "output_dir": str(tmp_path),
+    }
+    with pytest.raises(ValueError, match="stranger"):
+        evaluate(DecoTrainingArguments(**(chosen | changes)), folder / "run/model")
+
+
+def test_every_option_has_a_help_text():
+    own = DecoTrainingArguments.__annotations__
+    assert all(item.metadata.get("help") for item in dataclasses.fields(DecoTrainingArguments) if item.name in own)
