@@ -447,8 +447,8 @@ def test_search_follows_the_catalog_it_is_given_not_the_models(make_model, make_
     torch.testing.assert_close(beams.scores, torch.full((8,), 1 / 16).log())
 
 
-def test_no_users_get_no_items():
-    model = build_model(num_items=8)
+def test_no_users_get_no_items(make_model):
+    model = make_model(num_items=8)
     output = model.generate(
         torch.zeros((0, 3, 3), dtype=torch.long), num_return_sequences=2, return_dict_in_generate=True
     )
