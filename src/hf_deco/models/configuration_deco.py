@@ -1,4 +1,4 @@
-"""Configuration of Deco models."""
+"""Configurations of the models that retrieve by semantic IDs: the light decoder's and the full backbone's."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
@@ -11,6 +11,7 @@ SCRATCH_BACKBONES = {
     "L": {"hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 10},
 }
 NORMALIZATIONS = ("children", "vocabulary")
+HISTORY_FORMATS = ("fused", "flat")
 
 
 def qwen2_shape(hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> dict:
@@ -34,78 +35,63 @@ def _init_kwargs(hidden_size: int, num_hidden_layers: int, num_attention_heads: 
 
 
 @strict
-class DecoConfig(PreTrainedConfig):
+class SIDRetrievalConfig(PreTrainedConfig):
     r"""
-    Configuration of [`DecoForSIDRetrieval`]: a backbone that reads the history, a light decoder that spells semantic
-    IDs.
+    What all models share: the backbone, the shape of SIDs, and how a history is read.
 
     Args:
         text_config (`dict` or `PreTrainedConfig`, *optional*):
             The backbone, any decoder-only model by its `model_type`. Defaults to the scratch backbone L (8 layers of
             640).
-        decoder_config (`dict` or `PreTrainedConfig`, *optional*):
-            The light decoder. Defaults to 2 layers of width 256 with 4 heads.
         num_codebooks (`int`, *optional*, defaults to 4):
             SID levels `K`.
         codebook_size (`int` or `list[int]`, *optional*, defaults to 2048):
             Codes per level `V`; a list of `K` sizes where levels differ.
-        num_concepts (`int`, *optional*, defaults to 2):
-            Concept vectors `M` that the history is condensed into (Eq. 5).
+        history_format (`str`, *optional*, defaults to `"fused"`):
+            What the backbone reads: `"fused"`, one token per item (Eq. 3), or `"flat"`, its `K` code tokens.
         code_embedding_size (`int`, *optional*, defaults to 64):
-            Width of the code embeddings that the fuser reads (Eq. 3).
+            Width of the code embeddings that the fuser reads.
         max_history_length (`int`, *optional*, defaults to 20):
             Items of a history that are read, the latest `T`.
+        copy_pointer (`bool`, *optional*, defaults to `False`):
+            Whether a pointer over the history is mixed in, for logs in which users come back to items (Eq. 11).
         normalize_over (`str`, *optional*, defaults to `"children"`):
             What a code competes with (Eq. 6): `"children"`, the valid next codes of its prefix, so that a forced level
             has probability 1 and all SIDs of the catalog sum to 1; or `"vocabulary"`, all codes of the level, invalid
             ones included.
         dropout (`float`, *optional*, defaults to 0.0):
             Dropout in the fuser and on the residual branches of the backbone. Scratch backbones want 0.3.
-        decoder_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout on the residual branches of the light decoder.
         num_items (`int`, *optional*, defaults to 0):
             Items in the catalog that the model carries; kept by `set_catalog`.
         initializer_range (`float`, *optional*, defaults to 0.02):
             Standard deviation of freshly initialised weights.
-
-    Example:
-        ```python
-        >>> from hf_deco import DecoConfig
-        >>> config = DecoConfig.from_preset("S", codebook_size=[256, 256, 64], num_codebooks=3)
-        >>> config.codebook_sizes
-        (256, 256, 64)
-
-        ```
     """
 
-    model_type = "deco"
     sub_configs_defaults = {
         "text_config": SubConfigSpec(
             AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(**SCRATCH_BACKBONES["L"])
         ),
-        "decoder_config": SubConfigSpec(AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(256, 2, 4)),
     }
 
     text_config: dict | PreTrainedConfig | None = None
-    decoder_config: dict | PreTrainedConfig | None = None
     num_codebooks: int = 4
     codebook_size: int | list[int] | tuple[int, ...] = 2048
-    num_concepts: int = 2
+    history_format: str = "fused"
     code_embedding_size: int = 64
     max_history_length: int = 20
+    copy_pointer: bool = False
     normalize_over: str = "children"
     dropout: float | int = 0.0
-    decoder_dropout: float | int = 0.0
     num_items: int = 0
     initializer_range: float = 0.02
 
     @classmethod
-    def from_preset(cls, size: str, **kwargs) -> "DecoConfig":
+    def from_preset(cls, size: str, **kwargs):
         """Configuration with a scratch backbone.
 
         Args:
             size (`str`): `"S"` (2 layers of 128), `"M"` (4 of 384) or `"L"` (8 of 640).
-            kwargs: Any other argument of [`DecoConfig`]; `dropout` is 0.3 unless given.
+            kwargs: Any other argument; `dropout` is 0.3 unless given.
 
         Raises:
             ValueError: If there is no such preset.
@@ -122,8 +108,13 @@ class DecoConfig(PreTrainedConfig):
             return (self.codebook_size,) * self.num_codebooks
         return tuple(self.codebook_size)
 
+    @property
+    def tokens_per_item(self) -> int:
+        """Tokens that the backbone reads for each item: 1 fused, `K` flat."""
+        return 1 if self.history_format == "fused" else self.num_codebooks
+
     def validate_codebooks(self):
-        for name in ("num_codebooks", "num_concepts", "code_embedding_size", "max_history_length"):
+        for name in ("num_codebooks", "code_embedding_size", "max_history_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if not isinstance(self.codebook_size, int) and len(self.codebook_size) != self.num_codebooks:
@@ -135,15 +126,64 @@ class DecoConfig(PreTrainedConfig):
             raise ValueError(f"`codebook_size` must be positive, got {self.codebook_size}.")
 
     def validate_options(self):
-        if self.normalize_over not in NORMALIZATIONS:
-            raise ValueError(
-                f"`normalize_over` must be one of {', '.join(NORMALIZATIONS)}, got {self.normalize_over!r}."
-            )
-        for name in ("dropout", "decoder_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must lie in [0, 1), got {getattr(self, name)}.")
+        for name, allowed in (("normalize_over", NORMALIZATIONS), ("history_format", HISTORY_FORMATS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"`dropout` must lie in [0, 1), got {self.dropout}.")
         if self.num_items < 0:
             raise ValueError(f"`num_items` must not be negative, got {self.num_items}.")
 
 
-__all__ = ["DecoConfig"]
+@strict
+class DecoConfig(SIDRetrievalConfig):
+    r"""
+    Configuration of [`DecoForSIDRetrieval`]: a backbone that reads the history, a light decoder that spells semantic
+    IDs. All arguments of [`SIDRetrievalConfig`], and:
+
+    Args:
+        decoder_config (`dict` or `PreTrainedConfig`, *optional*):
+            The light decoder. Defaults to 2 layers of width 256 with 4 heads.
+        num_concepts (`int`, *optional*, defaults to 2):
+            Concept vectors `M` that the history is condensed into (Eq. 5).
+        decoder_dropout (`float`, *optional*, defaults to 0.0):
+            Dropout on the residual branches of the light decoder.
+
+    Example:
+        ```python
+        >>> from hf_deco import DecoConfig
+        >>> config = DecoConfig.from_preset("S", codebook_size=[256, 256, 64], num_codebooks=3)
+        >>> config.codebook_sizes
+        (256, 256, 64)
+
+        ```
+    """
+
+    model_type = "deco"
+    sub_configs_defaults = {
+        **SIDRetrievalConfig.sub_configs_defaults,
+        "decoder_config": SubConfigSpec(AutoConfig, model_type="qwen2", init_kwargs=_init_kwargs(256, 2, 4)),
+    }
+
+    decoder_config: dict | PreTrainedConfig | None = None
+    num_concepts: int = 2
+    decoder_dropout: float | int = 0.0
+
+    def validate_decoder(self):
+        if self.num_concepts < 1:
+            raise ValueError(f"`num_concepts` must be at least 1, got {self.num_concepts}.")
+        if not 0 <= self.decoder_dropout < 1:
+            raise ValueError(f"`decoder_dropout` must lie in [0, 1), got {self.decoder_dropout}.")
+
+
+@strict
+class BackboneConfig(SIDRetrievalConfig):
+    r"""
+    Configuration of [`BackboneForSIDRetrieval`]: the backbone reads the history and spells semantic IDs itself, as
+    FlatGR (`history_format="flat"`) and FusedGR do. Its arguments are those of [`SIDRetrievalConfig`].
+    """
+
+    model_type = "sid_backbone"
+
+
+__all__ = ["BackboneConfig", "DecoConfig"]

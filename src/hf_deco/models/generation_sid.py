@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.utils import ModelOutput
 
+from .pointer_sid import BeamCopies, CopyState
 from .scoring_sid import candidate_log_probs
 from .trie import SIDTrie
 
@@ -119,7 +120,8 @@ class Beams:
 
     users: torch.LongTensor  # (R,)
     nodes: torch.LongTensor  # (R,)
-    scores: torch.Tensor  # (R,)
+    scores: torch.Tensor  # (R,) what beams are ranked by
+    log_probs: torch.Tensor  # (R,) the generator's; differs from the scores under a pointer
     codes: torch.LongTensor  # (R, level)
     state_rows: torch.LongTensor  # (R,) row of the scorer's states, -1 where the prefix needs none
 
@@ -127,7 +129,9 @@ class Beams:
     def none(cls, trie: SIDTrie) -> "Beams":
         """The beams of no users."""
         nothing = trie.item_rows[:0]
-        return cls(nothing, nothing, nothing.float(), nothing.new_zeros((0, trie.num_codebooks)), nothing)
+        return cls(
+            nothing, nothing, nothing.float(), nothing.float(), nothing.new_zeros((0, trie.num_codebooks)), nothing
+        )
 
 
 @torch.no_grad()
@@ -137,6 +141,7 @@ def beam_search(
     num_beams: list[int],
     normalize_over: str = "children",
     skip_forced_levels: bool = True,
+    copies: BeamCopies | None = None,
 ) -> Beams:
     """Find the most likely SIDs of every user.
 
@@ -149,6 +154,7 @@ def beam_search(
         num_beams (`list[int]`): Beam width of every level.
         normalize_over (`str`): `"children"` or `"vocabulary"`.
         skip_forced_levels (`bool`): Whether prefixes that need no model work are spared it.
+        copies ([`BeamCopies`], *optional*): Pointer over the histories; the search then runs on the mixture.
 
     Returns:
         [`Beams`] of complete SIDs; a user has fewer than `num_beams[-1]` where fewer can be reached.
@@ -158,11 +164,14 @@ def beam_search(
     rows = torch.arange(states.shape[0], device=states.device)
     num_users = rows.shape[0]
     scores = torch.zeros(num_users, device=states.device)
-    beams = Beams(rows, torch.zeros_like(rows), scores, rows.new_zeros((num_users, 0)), rows)
+    beams = Beams(rows, torch.zeros_like(rows), scores, scores, rows.new_zeros((num_users, 0)), rows)
     for level in range(trie.num_codebooks):
         weight = scorer.head(level)
         parents, children, codes, log_probs = _score_children(beams, states, weight, trie, level, normalize_over, skip)
-        scores = beams.scores[parents] + log_probs
+        log_probs = beams.log_probs[parents] + log_probs
+        scores = log_probs
+        if copies is not None:
+            scores = copies.mix_children(level, beams.users, beams.nodes, trie, parents, log_probs)
         kept = top_per_user(scores, beams.users[parents], num_users, num_beams[level])
         parents, nodes, codes = parents[kept], children[kept], codes[kept]
         paths = torch.cat([beams.codes[parents], codes.unsqueeze(1)], 1)
@@ -173,7 +182,7 @@ def beam_search(
             if alive.numel():
                 states = scorer.advance(beams.state_rows[parents[alive]], codes[alive], level)
                 state_rows[alive] = torch.arange(alive.shape[0], device=alive.device)
-        beams = Beams(beams.users[parents], nodes, scores[kept], paths, state_rows)
+        beams = Beams(beams.users[parents], nodes, scores[kept], log_probs[kept], paths, state_rows)
     return beams
 
 
@@ -223,7 +232,7 @@ class SIDGenerationMixin:
     """Gives a model that carries a catalog its `generate`.
 
     The model supplies `config` (with `num_codebooks` and `normalize_over`), `trie` and
-    `_make_scorer(item_codes, attention_mask, concepts) -> SIDScorer`.
+    `_start_search(item_codes, attention_mask, concepts, copies) -> (SIDScorer, BeamCopies | None)`.
     """
 
     @torch.no_grad()
@@ -232,6 +241,7 @@ class SIDGenerationMixin:
         item_codes: torch.LongTensor | None = None,
         attention_mask: torch.LongTensor | None = None,
         concepts: torch.Tensor | None = None,
+        copies: CopyState | None = None,
         generation_config: SIDGenerationConfig | None = None,
         **kwargs,
     ) -> torch.LongTensor | SIDGenerationOutput:
@@ -242,6 +252,7 @@ class SIDGenerationMixin:
             attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding. All ones by
                 default.
             concepts (`torch.Tensor` of shape `(B, M, w)`, *optional*): Stored concepts instead of histories.
+            copies ([`CopyState`], *optional*): Beside stored concepts, the pointer's state, where the model has one.
             generation_config ([`SIDGenerationConfig`], *optional*): Options; the checkpoint's own by default.
             kwargs: Any option of [`SIDGenerationConfig`], over both.
 
@@ -260,9 +271,9 @@ class SIDGenerationMixin:
         trie = self.trie
         num_users = (item_codes if concepts is None else concepts).shape[0]
         if num_users:
-            scorer = self._make_scorer(item_codes, attention_mask, concepts)
+            scorer, pointer = self._start_search(item_codes, attention_mask, concepts, copies)
             skip = options.skip_forced_levels is not False
-            beams = beam_search(scorer, trie, num_beams, self.config.normalize_over, skip)
+            beams = beam_search(scorer, trie, num_beams, self.config.normalize_over, skip, pointer)
         else:
             beams = Beams.none(trie)
         output = _collect(beams, trie, num_users, num_return_sequences)

@@ -1,0 +1,95 @@
+"""Parts of the models: how items become tokens, and what transformers' decoder-only models need around them."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModel
+
+from .configuration_deco import SIDRetrievalConfig
+
+# Histories of a batch are read in groups of like length; groups smaller than this cost more than the padding they save.
+ROWS_PER_GROUP = 32
+
+
+class CodeFuser(nn.Module):
+    """Fuses the codes of an item into one token: `x = MLP([E_1(c_1); ..; E_K(c_K)])` (Eq. 3)."""
+
+    def __init__(self, config: SIDRetrievalConfig):
+        super().__init__()
+        width, hidden_size = config.code_embedding_size, config.text_config.hidden_size
+        self.tables = nn.ModuleList(nn.Embedding(size, width) for size in config.codebook_sizes)
+        self.up_proj = nn.Linear(width * config.num_codebooks, hidden_size)
+        self.down_proj = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, item_codes: torch.LongTensor) -> torch.Tensor:
+        """Map codes `(B, T, K)` to tokens `(B, T, d)`."""
+        embedded = torch.cat([table(item_codes[..., level]) for level, table in enumerate(self.tables)], -1)
+        return self.dropout(self.down_proj(F.silu(self.up_proj(embedded))))
+
+
+class CodeTokens(nn.Module):
+    """Makes one token of every code, each level with a table of its own: the flat history."""
+
+    def __init__(self, config: SIDRetrievalConfig):
+        super().__init__()
+        hidden_size = config.text_config.hidden_size
+        self.tables = nn.ModuleList(nn.Embedding(size, hidden_size) for size in config.codebook_sizes)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, item_codes: torch.LongTensor) -> torch.Tensor:
+        """Map codes `(B, T, K)` to tokens `(B, T K, d)`."""
+        tokens = torch.stack([table(item_codes[..., level]) for level, table in enumerate(self.tables)], 2)
+        return self.dropout(tokens.flatten(1, 2))
+
+
+def groups_of_like_length(mask: torch.BoolTensor) -> list[tuple[torch.LongTensor, int, int]]:
+    """Rows of a mask `(B, T)` in groups of like length: row numbers, and the columns that hold all their items.
+
+    Rows without items are in no group.
+    """
+    lengths = mask.sum(1)
+    order = lengths.argsort(stable=True)
+    order = order[lengths[order] > 0]
+    groups = []
+    for rows in order.split(ROWS_PER_GROUP) if order.numel() else ():
+        columns = mask[rows].any(0).nonzero()
+        groups.append((rows, int(columns[0]), int(columns[-1]) + 1))
+    return groups
+
+
+def principal_rows(content: torch.Tensor, width: int, scale: float) -> torch.Tensor:
+    """Rows `(V, d)` centred, on their `width` leading principal directions, scaled to a root mean square of `scale`.
+
+    Directions that do not exist are left zero. Rows that are all alike, which have no directions, stay zero.
+    """
+    centred = content - content.mean(0)
+    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
+    rows = F.pad(centred @ directions[:width].T, (0, max(0, width - directions.shape[0])))
+    return rows * (scale / rows.square().mean().sqrt().clamp(min=1e-12))
+
+
+def add_residual_dropout(transformer: nn.Module, probability: float) -> None:
+    """Drop entries of what attention and feed-forward add to the residual stream, while training.
+
+    Decoder-only models of transformers have no such dropout; hooks add it without touching parameter names.
+
+    Raises:
+        ValueError: If the model's output projections are not named as in Llama and its descendants.
+    """
+    if probability == 0:
+        return
+    projections = [module for name, module in transformer.named_modules() if name.endswith(("o_proj", "down_proj"))]
+    if not projections:
+        raise ValueError(
+            f"`dropout` needs layers with `o_proj` and `down_proj`; {type(transformer).__name__} has none. Set it to 0."
+        )
+    for projection in projections:
+        projection.register_forward_hook(lambda module, _, output: F.dropout(output, probability, module.training))
+
+
+def make_transformer(config) -> nn.Module:
+    """A decoder-only model without its text embeddings: it reads `inputs_embeds` alone."""
+    model = AutoModel.from_config(config)
+    model.embed_tokens = None
+    return model

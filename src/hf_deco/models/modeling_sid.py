@@ -1,0 +1,368 @@
+"""What all models share: they read a history of items, carry a catalog, and are trained on dense next-item targets."""
+
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
+
+from .configuration_deco import SIDRetrievalConfig
+from .generation_sid import SIDGenerationConfig, SIDGenerationMixin
+from .layers_sid import (
+    CodeFuser,
+    CodeTokens,
+    add_residual_dropout,
+    groups_of_like_length,
+    make_transformer,
+    principal_rows,
+)
+from .pointer_sid import CopyPointer, CopyState, TargetCopies
+from .scoring_sid import LevelScores, Targets, gold_log_probs, score_level
+from .trie import SIDTrie, check_codes
+
+
+@dataclass
+class TargetScores:
+    """What a model says of the codes of its targets: one [`LevelScores`] a level, and the pointer where there is one."""
+
+    targets: Targets
+    levels: list[LevelScores]
+    copies: TargetCopies | None = None
+
+    def log_likelihood(self) -> torch.Tensor:
+        """Log-probability of every target's SID, `(R,)` float32; under a pointer that of the mixture."""
+        log_probs = gold_log_probs(self.levels, self.targets).sum(1)
+        return log_probs if self.copies is None else self.copies.mix_likelihood(log_probs, self.targets)
+
+    def level_log_probs(self) -> list[torch.Tensor]:
+        """For every level, log-probabilities `(C,)` of the children of the gold prefixes, pointer included."""
+        if self.copies is None:
+            return [scores.log_probs for scores in self.levels]
+        gold = gold_log_probs(self.levels, self.targets)
+        before = gold.cumsum(1) - gold
+        return [self.copies.mix_level(scores, self.targets, before[:, scores.level]) for scores in self.levels]
+
+
+@dataclass
+class SIDRetrievalOutput(ModelOutput):
+    """
+    Output of a model.
+
+    Args:
+        loss (`torch.FloatTensor`, *optional*): Mean over targets of the negative log-likelihood of a target's SID, where
+            `labels` were given.
+        num_targets (`torch.LongTensor`, *optional*): Targets in the loss.
+        target_scores ([`TargetScores`], *optional*): What the loss was made of, where it was asked for.
+        concepts (`torch.FloatTensor` of shape `(B, M, w)`, *optional*): Concepts of the whole histories, Deco's serving
+            state.
+        copies ([`CopyState`], *optional*): The pointer's part of the serving state, where there is a pointer.
+    """
+
+    loss: torch.FloatTensor | None = None
+    num_targets: torch.LongTensor | None = None
+    target_scores: TargetScores | None = None
+    concepts: torch.FloatTensor | None = None
+    copies: CopyState | None = None
+
+
+class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
+    """
+    Base of the models: history, catalog, targets, loss.
+
+    The codes of all items are a buffer of the model (`catalog_codes`), so a checkpoint is whole; `set_catalog` swaps
+    them.
+
+    A history without items is defined: a learned `start_state` stands in for the backbone's, trained to predict the
+    first item of every sequence. It answers with what the log's sequences begin with, the best that can be said about a
+    user of whom nothing is known.
+
+    A subclass supplies `_states_of_targets`, `_start_search`, `_code_tables` and `heads`, and calls `post_init` last.
+    """
+
+    config: SIDRetrievalConfig
+    base_model_prefix = "model"
+    main_input_name = "item_codes"
+    input_modalities = ("text",)
+    generation_config_class = SIDGenerationConfig
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    def __init__(self, config: SIDRetrievalConfig):
+        super().__init__(config)
+        self.fuser = CodeFuser(config) if config.history_format == "fused" else CodeTokens(config)
+        self.backbone = make_transformer(config.text_config)
+        self.start_state = nn.Parameter(torch.empty(config.text_config.hidden_size))
+        self.pointer = CopyPointer(config.text_config.hidden_size) if config.copy_pointer else None
+        self.register_buffer("catalog_codes", torch.zeros((config.num_items, config.num_codebooks), dtype=torch.int32))
+        self._trie: SIDTrie | None = None
+        add_residual_dropout(self.backbone, config.dropout)
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, SIDRetrievalModel):
+            init.normal_(module.start_state, mean=0.0, std=1.0)  # the scale of a normalised backbone state
+            init.zeros_(module.catalog_codes)
+        elif isinstance(module, CopyPointer):
+            init.constant_(module.gate_proj.bias, -2.0)  # copying has to earn its share
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load a checkpoint; see [`PreTrainedModel.from_pretrained`].
+
+        Raises:
+            OSError: If a file is missing, or its weights are truncated or damaged.
+            ValueError: If the weights lack some of the model's tensors, or hold tensors or a catalog that do not fit
+                its configuration.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are reported here
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {pretrained_model_name_or_path!r} are damaged or truncated ({error}): fetch the "
+                "checkpoint again."
+            ) from error
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path!r} lacks {len(missing)} tensors of the model, such as "
+                f"{missing[:3]}: it is incomplete, or was saved by another architecture."
+            )
+        mismatched = sorted(info["mismatched_keys"])
+        if mismatched and not ignore_mismatched_sizes:
+            name, stored, expected = mismatched[0]
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path!r} does not fit its configuration in {len(mismatched)} "
+                f"tensors, such as {name!r}: stored with shape {tuple(stored)}, {tuple(expected)} expected."
+            )
+        if model.catalog_codes.device.type != "meta" and model.config.num_items:
+            check_codes(model.catalog_codes, model.config.codebook_sizes)
+        return (model, info) if with_info else model
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self._trie = None  # the catalog may be another one
+
+    def get_input_embeddings(self):
+        return None  # histories are codes: there is no table of text tokens
+
+    @property
+    def trie(self) -> SIDTrie:
+        """Trie of the catalog, on the model's device; built when first asked for."""
+        if self.config.num_items == 0:
+            raise ValueError("The model carries no catalog: call `model.set_catalog(codes)` first.")
+        if self._trie is None:
+            self._trie = SIDTrie(self.catalog_codes, self.config.codebook_sizes)
+        self._trie = self._trie.to(self.catalog_codes.device)
+        return self._trie
+
+    def set_catalog(self, codes: torch.Tensor) -> None:
+        """Replace the catalog; weights stay as they are.
+
+        Args:
+            codes (`torch.Tensor` or array of shape `(N, K)`): SID of every item, row `i` for item row `i`.
+
+        Raises:
+            ValueError: If the codes do not fit the model's codebooks. The old catalog then stays.
+        """
+        codes = torch.as_tensor(codes)
+        check_codes(codes, self.config.codebook_sizes)
+        trie = SIDTrie(codes.to(self.catalog_codes.device), self.config.codebook_sizes)
+        self.catalog_codes = codes.to(device=self.catalog_codes.device, dtype=torch.int32).clone()
+        self.config.num_items, self._trie = codes.shape[0], trie
+
+    @torch.no_grad()
+    def init_code_tables(self, codebooks: list) -> None:
+        """Start the code tables from content: similar codes begin with similar vectors, in every role.
+
+        A level's centroids are centred and turned onto their leading principal directions, then scaled to a root mean
+        square of 0.2 for the rows that the fuser reads and of `initializer_range` for all other tables.
+
+        Args:
+            codebooks (`list` of `K` arrays of shape `(V_k, d_content)`): Centroids of the tokenizer.
+
+        Raises:
+            ValueError: If they do not fit the model's codebooks.
+        """
+        shapes = [tuple(book.shape) for book in codebooks]
+        fits = all(len(shape) == 2 for shape in shapes)
+        if not fits or tuple(shape[0] for shape in shapes) != self.config.codebook_sizes:
+            raise ValueError(
+                f"`codebooks` have shapes {shapes}, but the model's levels have {self.config.codebook_sizes} codes."
+            )
+        for level, book in enumerate(codebooks):
+            content = torch.as_tensor(book, dtype=torch.float32)
+            for weight, scale in self._code_tables(level):
+                weight.copy_(principal_rows(content, weight.shape[1], scale))
+
+    def _code_tables(self, level: int) -> list[tuple[torch.Tensor, float]]:
+        """Every table of a level, and the scale at which content enters it."""
+        fused = self.config.history_format == "fused"
+        scale = 0.2 if fused else self.config.initializer_range
+        return [
+            (self.fuser.tables[level].weight, scale),
+            (self.heads[level].weight, self.config.initializer_range),
+        ]
+
+    def encode_history(
+        self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None
+    ) -> torch.Tensor:
+        """Backbone states of all history items; of a flat history, at each item's last code.
+
+        Args:
+            item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories, padded on either side.
+            attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding.
+
+        Returns:
+            `torch.Tensor` of shape `(B, T, d)`: states, zero at padding.
+        """
+        per_item = self.config.tokens_per_item
+        return self._read(item_codes, self._check_inputs(item_codes, attention_mask))[:, per_item - 1 :: per_item]
+
+    def _read(self, item_codes: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
+        """States of all tokens, `(B, T * tokens_per_item, d)`, zero at padding.
+
+        Histories are read in groups of like length, trimmed to the longest of the group: little work is spent on
+        padding.
+        """
+        per_item, states = self.config.tokens_per_item, None
+        for rows, start, end in groups_of_like_length(mask):
+            group_mask = mask[rows, start:end].repeat_interleave(per_item, 1)
+            tokens = self._tokens(item_codes[rows, start:end])
+            seen = None if bool(group_mask.all()) else group_mask
+            hidden = self.backbone(inputs_embeds=tokens, attention_mask=seen, use_cache=False).last_hidden_state
+            hidden = hidden.masked_fill(~group_mask.unsqueeze(-1), 0)
+            if states is None:
+                states = hidden.new_zeros((mask.shape[0], mask.shape[1] * per_item, hidden.shape[-1]))
+            states[rows, start * per_item : end * per_item] = hidden
+        if states is None:
+            return self.start_state.new_zeros((mask.shape[0], mask.shape[1] * per_item, self.start_state.shape[0]))
+        return states
+
+    def _tokens(self, item_codes: torch.LongTensor) -> torch.Tensor:
+        """What the backbone reads of `(B, T, K)` codes; negative ones, which can only be padding, read as 0."""
+        return self.fuser(item_codes.clamp(min=0))
+
+    def _last_states(self, states: torch.Tensor, mask: torch.BoolTensor) -> torch.Tensor:
+        """State `(B, d)` of every whole history, the start state for those without items."""
+        start_state = self.start_state.to(states.dtype)
+        if not mask.shape[1]:
+            return start_state.expand(mask.shape[0], -1)
+        positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        last = (mask * positions).amax(1)
+        chosen = states[torch.arange(mask.shape[0], device=mask.device), (last - 1).clamp(min=0)]
+        return torch.where((last > 0).unsqueeze(1), chosen, start_state)
+
+    def _copy_state(self, item_codes: torch.LongTensor, states: torch.Tensor, mask: torch.BoolTensor) -> CopyState:
+        """The pointer over whole histories."""
+        copyable = mask & (self.trie.rows(item_codes) >= 0)
+        weights, gate = self.pointer(self._last_states(states, mask).unsqueeze(1), states, copyable.unsqueeze(1))
+        return CopyState(item_codes=item_codes, weights=weights.squeeze(1), gate=gate.squeeze(1))
+
+    def score_targets(
+        self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None, labels: torch.LongTensor
+    ) -> TargetScores:
+        """Score the codes of every labelled position, and of the first item of every sequence, densely.
+
+        Args:
+            item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories.
+            attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding.
+            labels (`torch.LongTensor` of shape `(B, T, K)`): SID of the item after each position, -100 where there is
+                no target.
+        """
+        mask = self._check_inputs(item_codes, attention_mask)
+        targets = self._locate_targets(item_codes, mask, labels)
+        states, level_states = self._states_of_targets(item_codes, mask, targets)
+        levels = [
+            score_level(found, self.heads[level].weight, self.trie, level, rows, targets, self.config.normalize_over)
+            for level, (rows, found) in enumerate(level_states)
+            if rows.numel()
+        ]
+        copies = None if self.pointer is None else self._target_copies(item_codes, states, mask, targets)
+        return TargetScores(targets, levels, copies)
+
+    def forward(
+        self,
+        item_codes: torch.LongTensor,
+        attention_mask: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        return_target_scores: bool = False,
+    ) -> SIDRetrievalOutput:
+        """Serving state of histories or, given targets, the dense training loss.
+
+        Every labelled position is a target: `-sum_k log p(c_k | c_<k, z_t)`, averaged over targets. The first item of
+        each sequence is one more target, predicted from the start state.
+
+        Args:
+            item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories.
+            attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding.
+            labels (`torch.LongTensor` of shape `(B, T, K)`, *optional*): SID of the item after each position, -100
+                where there is no target.
+            return_target_scores (`bool`, *optional*): Whether the scores behind the loss are returned with it.
+        """
+        if labels is None:
+            return self.encode(item_codes, attention_mask)
+        scores = self.score_targets(item_codes, attention_mask, labels)
+        return SIDRetrievalOutput(
+            loss=-scores.log_likelihood().mean(),
+            num_targets=torch.tensor(len(scores.targets), device=item_codes.device),
+            target_scores=scores if return_target_scores else None,
+        )
+
+    def _locate_targets(self, item_codes, mask: torch.BoolTensor, labels: torch.LongTensor) -> Targets:
+        """All targets, by user and position; the first item of a sequence has the column before it as its position."""
+        if labels.shape != item_codes.shape:
+            raise ValueError(
+                f"`labels` must have the shape of `item_codes`, {tuple(item_codes.shape)}, got {tuple(labels.shape)}."
+            )
+        known = mask.any(1).nonzero().squeeze(1)
+        first = mask[known].to(torch.int8).argmax(1)
+        users, positions = ((labels[..., 0] != -100) & mask).nonzero(as_tuple=True)
+        codes = torch.cat([labels[users, positions], item_codes[known, first]]).long()
+        users, positions = torch.cat([users, known]), torch.cat([positions, first - 1])
+        if not users.numel():
+            raise ValueError("`labels` hold no target: every position is -100.")
+        order = (users * (mask.shape[1] + 1) + positions).argsort(stable=True)
+        return Targets.locate(users[order], positions[order], codes[order], self.trie, self.config.normalize_over)
+
+    def _states_before(self, states: torch.Tensor, mask: torch.BoolTensor, targets: Targets) -> torch.Tensor:
+        """State `(R, d)` of the history before every target."""
+        positions = targets.positions.clamp(min=0)
+        known = (targets.positions >= 0) & mask[targets.users, positions]
+        return torch.where(known.unsqueeze(1), states[targets.users, positions], self.start_state.to(states.dtype))
+
+    def _target_copies(self, item_codes, states: torch.Tensor, mask: torch.BoolTensor, targets: Targets):
+        """The pointer of every target, over the items up to its position."""
+        paths = self.trie.node_paths(item_codes)
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        copyable = (mask & (paths[..., -1] >= 0)).unsqueeze(1) & (columns <= columns.unsqueeze(1))
+        weights, gate = self.pointer(states, states, copyable)
+        positions = targets.positions.clamp(min=0)
+        known = (targets.positions >= 0) & mask[targets.users, positions]
+        return TargetCopies(
+            weights[targets.users, positions] * known.unsqueeze(1),
+            gate[targets.users, positions] * known,
+            paths[targets.users],
+        )
+
+    def _check_inputs(self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None) -> torch.BoolTensor:
+        """The boolean attention mask `(B, T)`, after shapes are checked."""
+        if item_codes.dim() != 3 or item_codes.shape[2] != self.config.num_codebooks:
+            raise ValueError(
+                f"`item_codes` must have shape (batch, items, {self.config.num_codebooks}), got "
+                f"{tuple(item_codes.shape)}."
+            )
+        if attention_mask is None:
+            return torch.ones(item_codes.shape[:2], dtype=torch.bool, device=item_codes.device)
+        if attention_mask.shape != item_codes.shape[:2]:
+            raise ValueError(
+                f"`attention_mask` must have shape {tuple(item_codes.shape[:2])}, got {tuple(attention_mask.shape)}."
+            )
+        return attention_mask.bool()
