@@ -12,7 +12,7 @@ READY := .venv/.ready
 
 setup: $(READY)
 
-# The CPU build of torch is pinned first; without it pip would bring several gigabytes of CUDA.
+# torch is pinned, and first, so that a CPU build of that version where pip finds one serves all that depends on it.
 $(READY): setup.cfg pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -35,4 +35,4 @@ bench: $(READY)
 	$(BIN)/python recipes/benchmark_sids.py
 
 clean:
-	rm -rf .venv runs build dist src/*.egg-info
+	rm -rf .venv build dist src/*.egg-info

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_deco import DecoConfig, DecoForSIDRetrieval
+from hf_deco import BackboneConfig, BackboneForSIDRetrieval, DecoConfig, DecoForSIDRetrieval
 
 
 def tiny_shape(hidden_size, num_hidden_layers=2):
@@ -42,18 +42,33 @@ def randomise(model, seed=0, scale=0.3):
     return model
 
 
-def build_model(sizes=(5, 4, 6), num_items=30, catalog=None, normalize_over="children", seed=0, **kwargs):
-    """A seeded model in eval mode with a catalog of random SIDs, or of the given ones (False: no catalog)."""
-    config = DecoConfig(
-        text_config=tiny_shape(16),
-        decoder_config=tiny_shape(12),
-        num_codebooks=len(sizes),
-        codebook_size=list(sizes),
-        code_embedding_size=6,
-        normalize_over=normalize_over,
+def build_model(
+    sizes=(5, 4, 6),
+    num_items=30,
+    catalog=None,
+    kind="deco",
+    normalize_over="children",
+    seed=0,
+    text_config=None,
+    **kwargs,
+):
+    """A seeded model in eval mode with a catalog of random SIDs, or of the given ones (False: no catalog).
+
+    `kind` is `"deco"`, a light decoder behind the backbone, or `"backbone"`, the backbone alone.
+    """
+    options = {
+        "text_config": text_config or tiny_shape(16),
+        "num_codebooks": len(sizes),
+        "codebook_size": list(sizes),
+        "code_embedding_size": 6,
+        "normalize_over": normalize_over,
         **kwargs,
-    )
-    model = randomise(DecoForSIDRetrieval(config), seed).eval()
+    }
+    if kind == "deco":
+        model = DecoForSIDRetrieval(DecoConfig(**{"decoder_config": tiny_shape(12), **options}))
+    else:
+        model = BackboneForSIDRetrieval(BackboneConfig(**options))
+    randomise(model, seed).eval()
     if catalog is not False:
         model.set_catalog(random_codes(sizes, num_items, seed) if catalog is None else torch.as_tensor(catalog))
     return model
@@ -66,27 +81,50 @@ class Reference:
         self.model = model
         self.sids = sorted(set(map(tuple, model.catalog_codes.tolist())))
         self.depth = model.config.num_codebooks
+        self.flat = model.config.history_format == "flat"
 
     def children(self, prefix):
         return sorted({sid[len(prefix)] for sid in self.sids if sid[: len(prefix)] == tuple(prefix)})
 
+    def tokens(self, history):
+        """What the backbone reads of an unpadded history `(T, K)`."""
+        fuser = self.model.fuser
+        embedded = [table.weight[history[:, k].long()] for k, table in enumerate(fuser.tables)]
+        if self.flat:
+            return torch.stack(embedded, 1).flatten(0, 1)
+        return fuser.down_proj(F.silu(fuser.up_proj(torch.cat(embedded, 1))))
+
+    def read(self, tokens):
+        return self.model.backbone(inputs_embeds=tokens[None], use_cache=False).last_hidden_state[0, -1]
+
+    def state(self, history):
+        return self.read(self.tokens(history)) if len(history) else self.model.start_state
+
     def concept(self, history):
         """Concept `(M, w)` of one unpadded history `(T, K)`."""
-        model, fuser, head = self.model, self.model.fuser, self.model.concept_head
-        state = model.start_state
-        if len(history):
-            embedded = torch.cat([table.weight[history[:, k].long()] for k, table in enumerate(fuser.tables)], 1)
-            tokens = fuser.down_proj(F.silu(fuser.up_proj(embedded)))
-            state = model.backbone(inputs_embeds=tokens[None], use_cache=False).last_hidden_state[0, -1]
-        concepts = head.concept_proj(state).reshape(model.config.num_concepts, -1)
+        model, head = self.model, self.model.concept_head
+        concepts = head.concept_proj(self.state(history)).reshape(model.config.num_concepts, -1)
         return head.adapter_down_proj(F.silu(head.adapter_up_proj(concepts)))
 
-    def next_log_probs(self, concept, prefix):
-        """`{code: log-probability}` of the valid codes after a prefix."""
+    def known(self, history):
+        """What next codes are predicted from: Deco's concept, for a full backbone the history itself."""
+        return history if isinstance(self.model, BackboneForSIDRetrieval) else self.concept(history)
+
+    def _prefix_state(self, known, prefix):
+        if isinstance(self.model, BackboneForSIDRetrieval):
+            if not prefix:
+                return self.state(known)
+            tables = self.model.fuser.tables if self.flat else self.model.tables
+            codes = [tables[k].weight[code][None] for k, code in enumerate(prefix)]
+            return self.read(torch.cat([self.tokens(known), *codes]))
         decoder = self.model.decoder
-        tokens = torch.cat([concept, *(decoder.tables[k].weight[code][None] for k, code in enumerate(prefix))])
-        state = decoder.transformer(inputs_embeds=tokens[None], use_cache=False).last_hidden_state[0, -1]
-        logits = decoder.heads[len(prefix)].weight @ state
+        tokens = torch.cat([known, *(decoder.tables[k].weight[code][None] for k, code in enumerate(prefix))])
+        return decoder.transformer(inputs_embeds=tokens[None], use_cache=False).last_hidden_state[0, -1]
+
+    def next_log_probs(self, known, prefix):
+        """`{code: log-probability}` of the valid codes after a prefix, by the generator."""
+        heads = getattr(self.model, "decoder", self.model).heads
+        logits = heads[len(prefix)].weight @ self._prefix_state(known, prefix)
         codes = self.children(prefix)
         if self.model.config.normalize_over == "vocabulary":
             log_probs = logits.log_softmax(0)[codes]
@@ -94,27 +132,60 @@ class Reference:
             log_probs = logits[codes].log_softmax(0)
         return dict(zip(codes, log_probs, strict=True))
 
-    def sid_log_probs(self, concept):
-        """`[(sid, log-probability)]` of the whole catalog, best first."""
-        scored = {(): torch.zeros(())}
-        for _ in range(self.depth):
-            scored = {
-                (*prefix, code): score + log_prob
-                for prefix, score in scored.items()
-                for code, log_prob in self.next_log_probs(concept, prefix).items()
-            }
-        return sorted(scored.items(), key=lambda pair: -pair[1].item())
+    def log_prob(self, known, sid):
+        """Log-probability of a SID or prefix, by the generator."""
+        return sum((self.next_log_probs(known, sid[:k])[sid[k]] for k in range(len(sid))), torch.zeros(()))
 
-    def beam_search(self, concept, widths):
+    def sid_log_probs(self, known):
+        """`[(sid, log-probability)]` of the whole catalog by the generator, best first."""
+        return self.beam_search(known, [len(self.sids)] * self.depth)
+
+    def beam_search(self, known, widths, history=None):
+        """Best first, by the generator or, where a history is given, by the mixture with the pointer over it."""
         beams = [((), torch.zeros(()))]
+        mix = (lambda _, score: score) if history is None else self.mixer(history)
         for width in widths:
             candidates = [
                 ((*prefix, code), score + log_prob)
                 for prefix, score in beams
-                for code, log_prob in self.next_log_probs(concept, prefix).items()
+                for code, log_prob in self.next_log_probs(known, prefix).items()
             ]
-            beams = sorted(candidates, key=lambda pair: -pair[1].item())[:width]
-        return beams
+            beams = sorted(candidates, key=lambda pair: -mix(*pair).item())[:width]
+        return [(prefix, mix(prefix, score)) for prefix, score in beams]
+
+    def search(self, history, widths):
+        """What `generate` should return."""
+        return self.beam_search(self.known(history), widths, history if self.model.config.copy_pointer else None)
+
+    def ranking(self, history):
+        """`[(sid, log-probability)]` of the whole catalog, best first."""
+        return self.search(history, [len(self.sids)] * self.depth)
+
+    def log_likelihood(self, history, sid):
+        """Log-probability of a SID, the pointer included where there is one."""
+        log_prob = self.log_prob(self.known(history), sid)
+        return self.mixer(history)(sid, log_prob) if self.model.config.copy_pointer else log_prob
+
+    def pointer(self, history):
+        """Weights `(T,)` and gate of the pointer, zero where nothing can be copied."""
+        pointer, copyable = self.model.pointer, [tuple(sid) in self.sids for sid in history.tolist()]
+        if not any(copyable):
+            return torch.zeros(len(history)), torch.zeros(())
+        query = pointer.query_proj(self.state(history))
+        keys = [pointer.key_proj(self.state(history[: t + 1])) for t in range(len(history)) if copyable[t]]
+        weights = torch.zeros(len(history))
+        weights[torch.tensor(copyable)] = (torch.stack(keys) @ query / len(query) ** 0.5).softmax(0)
+        return weights, pointer.gate_proj(self.state(history)).sigmoid()[0]
+
+    def mixer(self, history):
+        """Function of a prefix and its log-probability: that of the mixture (Eq. 11)."""
+        weights, gate = self.pointer(history)
+
+        def mix(prefix, log_prob):
+            matches = [tuple(sid[: len(prefix)]) == tuple(prefix) for sid in history.tolist()]
+            return ((1 - gate) * log_prob.exp() + gate * weights[torch.tensor(matches, dtype=torch.bool)].sum()).log()
+
+        return mix
 
 
 @pytest.fixture
@@ -151,6 +222,30 @@ def make_histories():
                 rows = torch.randint(0, model.config.num_items, (length,), generator=generator)
                 codes[user, -length:], mask[user, -length:] = model.catalog_codes[rows].long(), 1
         return codes, mask
+
+    return make
+
+
+@pytest.fixture
+def make_sequences():
+    """Training batches `(item_codes, mask, labels)`: every label is the next item, the last one a random item.
+
+    Padding is on the `"left"`, on the `"right"`, or on `"both"` sides.
+    """
+
+    def make(model, lengths, seed=0, padding="left"):
+        generator = torch.Generator().manual_seed(seed)
+        width, depth = max(lengths) + (2 if padding == "both" else 0), model.config.num_codebooks
+        codes = torch.zeros((len(lengths), width, depth), dtype=torch.long)
+        mask = torch.zeros((len(lengths), width), dtype=torch.long)
+        labels = torch.full_like(codes, -100)
+        for user, length in enumerate(lengths):
+            rows = torch.randint(0, model.config.num_items, (length + 1,), generator=generator)
+            start = {"left": width - length, "right": 0, "both": (width - length) // 2}[padding]
+            here = slice(start, start + length)
+            items = model.catalog_codes[rows].long()
+            codes[user, here], labels[user, here], mask[user, here] = items[:-1], items[1:], 1
+        return codes, mask, labels
 
     return make
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from huggingface_hub.errors import StrictDataclassError
+
 DESCRIPTION = """\
 Generative recommendation: items get semantic IDs, a model reads a user's history once and spells the next items.
 
@@ -65,14 +67,13 @@ def main(argv: list[str] | None = None) -> int:
     command = parser.parse_args(argv[:1]).command
     try:
         COMMANDS[command](argv[1:])
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, StrictDataclassError) as error:
         print(f"hf-deco {command}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the examples of a description as they are written."""
+_Formatter = argparse.RawDescriptionHelpFormatter
 
 
 def _train(argv: list[str]) -> None:
@@ -125,24 +126,23 @@ def _build_sids(argv: list[str]) -> None:
     parser.add_argument("--output-dir", required=True, help="folder of the SID table")
     args = parser.parse_args(argv)
 
-    import numpy as np
-
     from .data.interactions import read_interactions
     from .data.items import read_items
-    from .items.embedding import check_embeddings, embed_texts
+    from .items.embedding import embed_texts
     from .items.quality import format_report
     from .items.sid_table import SIDTable
-    from .training.preparation import SPLITS
+    from .training.preparation import SPLITS, check_capacity, read_embeddings
 
     items = read_items(args.items, item_column=args.item_column, text_columns=args.text_columns)
     popularity = None
     if args.interactions is not None:
         log = read_interactions(args.interactions, items=items, item_column=args.item_column)
         popularity = SPLITS[args.protocol](log).item_counts
+    check_capacity(args.codebook_sizes, len(items))
     if args.embeddings is None:
         embeddings = embed_texts(items.texts, args.embedding_model)
     else:
-        embeddings = check_embeddings(np.load(args.embeddings, allow_pickle=False), len(items))
+        embeddings = read_embeddings(args.embeddings, len(items))
     table = SIDTable.build(
         items.item_ids, embeddings, args.codebook_sizes, popularity=popularity, titles=items.titles, seed=args.seed
     )

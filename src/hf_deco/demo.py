@@ -104,6 +104,7 @@ def run_demo(output_dir: str = "runs/demo", num_products: int = 2000, source: Pa
         "warmup_steps": 50,
         "validation_examples": 1000,
         "output_dir": output_dir,
+        "resume_from_checkpoint": "last",
     }
     args = DecoTrainingArguments(**(settings | options))
     metrics = train(args)
@@ -118,7 +119,7 @@ def show_shopper(model_folder: Path, args) -> None:
     from .serving.recommender import Recommender
     from .training.preparation import prepare_log
 
-    items, _, split = prepare_log(args)
+    items, split = prepare_log(args)
     example = int(np.argmax(split.test.histories.lengths >= 10))  # the first shopper with a history to show
     history = items.item_ids[split.test.histories[example]].tolist()
     recommender = Recommender.from_pretrained(model_folder)

@@ -66,7 +66,7 @@ def test_examples_are_histories_with_their_targets():
 def assert_batch(batch, expected):
     assert batch.keys() == expected.keys()
     for name, values in expected.items():
-        assert batch[name].dtype == torch.int64
+        assert batch[name].dtype == (torch.bool if name == "from_start" else torch.int64)
         assert batch[name].tolist() == values, name
 
 
@@ -80,6 +80,7 @@ def test_training_batch_shifts_labels_by_one_and_pads_on_the_left():
             "item_codes": [[[0, 5], [1, 6], [2, 7]], [pad, pad, [4, 9]], [pad, pad, pad]],
             "attention_mask": [[1, 1, 1], [0, 0, 1], [0, 0, 0]],
             "labels": [[[1, 6], [2, 7], [3, 8]], [hidden, hidden, [2, 7]], [hidden, hidden, hidden]],
+            "from_start": [True, True, True],
         },
     )
 

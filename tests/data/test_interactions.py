@@ -200,18 +200,10 @@ def test_k_core_needs_more_than_one_round():
     assert core.user_index.tolist() == [0, 0, 1, 1]
 
 
-def test_restrict_items_drops_events_and_users_without_any():
-    log = read_interactions(_frame([*LOG, ("u3", "c", 1)]))
-    cut = log.restrict_items(log.items != "c")
-    assert _rows(cut) == [row for row in _rows(log) if row[1] != "c"]
-    assert cut.users.tolist() == ["u2", "u1"]
-    assert cut.items.tolist() == ["b", "a", "c"]
-
-
 def test_filters_leave_the_log_as_it_was():
     log = read_interactions(_frame(LOG))
     before = _rows(log)
-    log.drop_duplicates(), log.collapse_repeats(), log.k_core(2, 2), log.restrict_items(log.items == "a")
+    log.drop_duplicates(), log.collapse_repeats(), log.k_core(2, 2)
     assert _rows(log) == before
 
 
@@ -223,9 +215,3 @@ def test_filters_refuse_bad_arguments_and_empty_results():
         log.k_core(item=-1)
     with pytest.raises(ValueError, match=r"`k_core\(user=5, item=5\)` leaves none of 6 interactions"):
         log.k_core()
-    with pytest.raises(ValueError, match=r"`restrict_items\(\)` leaves none of 6 interactions"):
-        log.restrict_items(np.zeros(3, dtype=bool))
-    with pytest.raises(ValueError, match=r"`mask` is int64 of shape \(3,\); pass one boolean an item, shape \(3,\)"):
-        log.restrict_items(np.array([0, 1, 1]))
-    with pytest.raises(ValueError, match=r"`mask` is bool of shape \(2,\)"):
-        log.restrict_items(np.array([True, False]))

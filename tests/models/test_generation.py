@@ -129,10 +129,10 @@ class CountingScorer:
     """Counts the prefixes a search reads."""
 
     def __init__(self, model):
-        self.read, make = [], model._make_scorer
+        self.read, start = [], model._start_search
 
         def counting(*args):
-            scorer = make(*args)
+            scorer, copies = start(*args)
             advance = scorer.advance
 
             def count(parents, codes, level):
@@ -140,9 +140,9 @@ class CountingScorer:
                 return advance(parents, codes, level)
 
             scorer.advance = count
-            return scorer
+            return scorer, copies
 
-        model._make_scorer = counting
+        model._start_search = counting
 
 
 @pytest.mark.parametrize("normalize_over", NORMALIZATIONS)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_deco import DecoConfig, DecoForSIDRetrieval
-from hf_deco.models import modeling_deco
-from hf_deco.models.modeling_deco import add_residual_dropout
+from hf_deco.models import layers_sid
+from hf_deco.models.layers_sid import add_residual_dropout
 
 NORMALIZATIONS = ["children", "vocabulary"]
 
@@ -89,16 +89,16 @@ def test_reading_histories_in_groups_changes_neither_states_nor_gradients(
         states.square().sum().backward()
         return [states.detach(), *(p.grad.clone() for p in model.backbone.parameters())]
 
-    monkeypatch.setattr(modeling_deco, "_ROWS_PER_GROUP", 100)
+    monkeypatch.setattr(layers_sid, "ROWS_PER_GROUP", 100)
     expected = states_and_gradients()
-    monkeypatch.setattr(modeling_deco, "_ROWS_PER_GROUP", rows_per_group)
+    monkeypatch.setattr(layers_sid, "ROWS_PER_GROUP", rows_per_group)
     for got, wanted in zip(states_and_gradients(), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_short_histories_are_not_read_at_the_width_of_long_ones(make_model, make_histories, monkeypatch):
     model = make_model()
-    monkeypatch.setattr(modeling_deco, "_ROWS_PER_GROUP", 2)
+    monkeypatch.setattr(layers_sid, "ROWS_PER_GROUP", 2)
     read, forward = [], model.backbone.forward
     monkeypatch.setattr(
         model.backbone,

@@ -28,13 +28,20 @@ class SequenceWindows(Dataset):
         before = np.cumsum(windows) - windows
         from_end = np.arange(len(sequence)) - before[sequence]  # 0 for the last window of a sequence
         self.ends = sequences.offsets[1:][sequence] - from_end * max_history_length
-        self.starts = np.maximum(self.ends - max_history_length - 1, sequences.offsets[:-1][sequence])
+        first = sequences.offsets[:-1][sequence]
+        self.starts = np.maximum(self.ends - max_history_length - 1, first)
+        self.from_start = self.starts == first
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict:
-        return {"items": self.items[self.starts[index] : self.ends[index]]}
+        return {"items": self.items[self.starts[index] : self.ends[index]], "from_start": bool(self.from_start[index])}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Items in every window, `(len(self),)`."""
+        return self.ends - self.starts
 
 
 class ExampleDataset(Dataset):
@@ -70,8 +77,9 @@ class SIDCollator:
         """Collate.
 
         Returns:
-            `item_codes (B, T, K)`, `attention_mask (B, T)`, and `labels (B, T, K)` with -100 at padding, or for
-            examples with a target `target_items (B,)`.
+            `item_codes (B, T, K)`, `attention_mask (B, T)`, `labels (B, T, K)` with -100 at padding, and `from_start
+            (B,)`, whether a sequence begins with its user's first item; for examples with a target, `target_items (B,)`
+            in place of the last two.
         """
         sequences = [torch.as_tensor(np.ascontiguousarray(feature["items"])).long() for feature in features]
         if "target" in features[0]:
@@ -87,6 +95,7 @@ class SIDCollator:
             "item_codes": item_codes,
             "attention_mask": mask,
             "labels": labels.masked_fill(mask.unsqueeze(-1) == 0, -100),
+            "from_start": torch.tensor([feature.get("from_start", True) for feature in features]),
         }
 
     def _pad(self, sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -102,22 +102,6 @@ class Interactions:
         keep[rows] = True
         return self._keep(keep, f"k_core(user={user}, item={item})")
 
-    def restrict_items(self, mask: np.ndarray) -> Interactions:
-        """Drop the events of some items. The catalog keeps its rows.
-
-        Args:
-            mask (`np.ndarray` of shape `(N,)`): True for the items whose events stay.
-
-        Raises:
-            ValueError: `mask` is not one boolean an item, or nothing is left.
-        """
-        mask = np.asarray(mask)
-        if mask.dtype != bool or mask.shape != (self.num_items,):
-            raise ValueError(
-                f"`mask` is {mask.dtype} of shape {mask.shape}; pass one boolean an item, shape ({self.num_items},)."
-            )
-        return self._keep(mask[self.item_index], "restrict_items()")
-
     def _keep(self, keep: np.ndarray, step: str) -> Interactions:
         if not keep.any():
             raise ValueError(f"`{step}` leaves none of {len(self):,} interactions; ask for less.")

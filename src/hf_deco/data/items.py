@@ -89,7 +89,7 @@ def _read_text(table: pd.DataFrame, column: str) -> np.ndarray:
     if nested.any():
         row = int(np.argmax(nested))
         raise ValueError(
-            f"column `{column}` holds lists, first in row {row}: {values[row]!r}; join them into a string."
+            f"column `{column}` holds lists, first in row {row}: {values.iloc[row]!r}; join them into a string."
         )
     return values.astype(object).where(values.notna(), "").map(lambda value: str(value).strip()).to_numpy(dtype=object)
 

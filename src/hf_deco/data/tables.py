@@ -115,14 +115,22 @@ def _read_file(path: Path, required: Mapping[str, str], optional: tuple, as_text
         raise FileNotFoundError(f"`source` is {str(path)!r}, and there is no such file.")
     where = repr(str(path))
     if kind == ".parquet":
+        import pyarrow as pa
         from pyarrow.parquet import read_schema
 
-        return pd.read_parquet(path, columns=_select(read_schema(path).names, required, optional, where))
+        try:
+            names = read_schema(path).names
+        except pa.ArrowException as error:
+            raise ValueError(f"`source` {where} is no readable Parquet file ({error}).") from error
+        return pd.read_parquet(path, columns=_select(names, required, optional, where)).reset_index(drop=True)
     if kind == ".csv":
-        columns = _select(pd.read_csv(path, nrows=0).columns, required, optional, where)
         # Only an empty cell is null: an item may well be called "NA" or "null".
         options = {"dtype": dict.fromkeys(as_text, str), "keep_default_na": False, "na_values": [""]}
-        return pd.read_csv(path, usecols=columns, **options)[columns]
+        try:
+            columns = _select(pd.read_csv(path, nrows=0).columns, required, optional, where)
+            return pd.read_csv(path, usecols=columns, **options)[columns]
+        except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+            raise ValueError(f"`source` {where} is no readable CSV file in UTF-8 ({error}).") from error
     table = pd.DataFrame(_read_json_lines(path))
     return table[_select(table.columns, required, optional, where)]
 

@@ -11,6 +11,7 @@ from .tables import refuse_rows
 if TYPE_CHECKING:
     import pandas as pd
 
+_YEAR_10000 = 253_402_300_800  # unix seconds
 # A count of seconds stays below 1e11 until the year 5138, and 1e11 milliseconds were up in 1973: size tells the unit.
 _UNIT_LIMITS = np.array([10**11, 10**14, 10**17])
 _UNIT_NAMES = ("seconds", "milliseconds", "microseconds", "nanoseconds")
@@ -72,4 +73,6 @@ def _from_numbers(numbers: pd.Series, values: pd.Series, column: str) -> np.ndar
         column, f"timestamps not in {_UNIT_NAMES[unit]} as row 0 is", units != unit, values,
         "write every time in the same unit",
     )  # fmt: skip
-    return (numbers // _UNITS_PER_SECOND[unit]).astype(np.int64)
+    seconds = numbers // _UNITS_PER_SECOND[unit]
+    refuse_rows(column, "timestamps after the year 9999", seconds >= _YEAR_10000, values)
+    return seconds.astype(np.int64)

@@ -134,6 +134,26 @@ class Evaluator:
             ranks[rows] = ranks_of_scores(scores, self._target_columns[rows])
         return self.metrics(ranks)
 
+    def gate_metrics(self, gates: np.ndarray) -> dict[str, float]:
+        """How well a copy pointer's gate tells repeats from new items.
+
+        Args:
+            gates (`np.ndarray` of shape `(E,)`): Probability of copying for each of `self.examples`.
+
+        Returns:
+            `dict[str, float]`: `gate/mean`; where both kinds of target occur, also `gate/repeat` and `gate/new`, its
+            means before them, and `gate/auc`.
+        """
+        from sklearn.metrics import roc_auc_score
+
+        repeat = self._slices["repeat"]
+        metrics = {"gate/mean": float(gates.mean())}
+        if repeat.any() and not repeat.all():
+            metrics["gate/repeat"] = float(gates[repeat].mean())
+            metrics["gate/new"] = float(gates[~repeat].mean())
+            metrics["gate/auc"] = float(roc_auc_score(repeat, gates))
+        return metrics
+
     def _find_slices(self, item_counts: np.ndarray) -> dict[str, np.ndarray]:
         histories, targets = self.examples.histories, self.examples.targets
         matches = histories.items == np.repeat(targets, histories.lengths)

@@ -61,6 +61,8 @@ class SIDRetrievalConfig(PreTrainedConfig):
             ones included.
         dropout (`float`, *optional*, defaults to 0.0):
             Dropout in the fuser and on the residual branches of the backbone. Scratch backbones want 0.3.
+        distillation (`dict`, *optional*):
+            What a distilled model was trained with: `temperature`, `ce_weight`, `kd_weight` (Eq. 9).
         num_items (`int`, *optional*, defaults to 0):
             Items in the catalog that the model carries; kept by `set_catalog`.
         initializer_range (`float`, *optional*, defaults to 0.02):
@@ -82,6 +84,7 @@ class SIDRetrievalConfig(PreTrainedConfig):
     copy_pointer: bool = False
     normalize_over: str = "children"
     dropout: float | int = 0.0
+    distillation: dict | None = None
     num_items: int = 0
     initializer_range: float = 0.02
 

@@ -1,12 +1,13 @@
 """The one beam search: trie-constrained, over whatever can score next codes."""
 
 import copy
+import operator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.utils import ModelOutput
+from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file
 
 from .pointer_sid import BeamCopies, CopyState
 from .scoring_sid import candidate_log_probs
@@ -46,6 +47,7 @@ class SIDGenerationConfig(GenerationConfig):
         self.validate()
 
     def validate(self, **unused):
+        self.num_beams, self.num_return_sequences = _plain(self.num_beams), _plain(self.num_return_sequences)
         widths = (
             [] if self.num_beams is None else self.num_beams if isinstance(self.num_beams, list) else [self.num_beams]
         )
@@ -82,6 +84,13 @@ class SIDGenerationConfig(GenerationConfig):
         raise NotImplementedError("SID models keep no generation options in their model configuration.")
 
 
+def _plain(value):
+    """Integers of any kind, and sequences of them, as plain ones; everything else as it is."""
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+
+
 @dataclass
 class SIDGenerationOutput(ModelOutput):
     """
@@ -93,11 +102,14 @@ class SIDGenerationOutput(ModelOutput):
         sequences_scores (`torch.FloatTensor` of shape `(batch_size * R,)`): Log-probabilities, `-inf` for rows of -1.
         item_rows (`torch.LongTensor` of shape `(batch_size * R,)`): Catalog row of every SID, its first item where
             several share it, -1 for rows of -1.
+        gates (`torch.FloatTensor` of shape `(batch_size,)`, *optional*): Probability of copying, of models with a copy
+            pointer.
     """
 
     sequences: torch.LongTensor | None = None
     sequences_scores: torch.FloatTensor | None = None
     item_rows: torch.LongTensor | None = None
+    gates: torch.FloatTensor | None = None
 
 
 class SIDScorer(Protocol):
@@ -268,8 +280,10 @@ class SIDGenerationMixin:
         num_beams, num_return_sequences = options.resolve(self.config.num_codebooks)
         if (item_codes is None) == (concepts is None):
             raise ValueError("Give `generate` either `item_codes` (with their `attention_mask`) or stored `concepts`.")
+        if copies is not None and concepts is None:
+            raise ValueError("`copies` go with stored `concepts`; from `item_codes` the search makes its own.")
         trie = self.trie
-        num_users = (item_codes if concepts is None else concepts).shape[0]
+        num_users, pointer = (item_codes if concepts is None else concepts).shape[0], None
         if num_users:
             scorer, pointer = self._start_search(item_codes, attention_mask, concepts, copies)
             skip = options.skip_forced_levels is not False
@@ -277,6 +291,7 @@ class SIDGenerationMixin:
         else:
             beams = Beams.none(trie)
         output = _collect(beams, trie, num_users, num_return_sequences)
+        output.gates = None if pointer is None else pointer.gate
         return output if options.return_dict_in_generate else output.sequences
 
     def _prepare_generation_config(
@@ -286,7 +301,8 @@ class SIDGenerationMixin:
         own = {name: value for name, value in vars(self.generation_config).items() if not name.startswith("_")}
         given = {} if generation_config is None else vars(copy.deepcopy(generation_config))
         given = {name: value for name, value in given.items() if value is not None and not name.startswith("_")}
-        return SIDGenerationConfig(**{**own, **given, **kwargs})
+        called = {name: value for name, value in kwargs.items() if value is not None}
+        return SIDGenerationConfig(**{**own, **given, **called})
 
     def adjust_generation_fn(
         self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path, *args, **kwargs
@@ -297,10 +313,16 @@ class SIDGenerationMixin:
             return
         names = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
         loading = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
-        try:
-            self.generation_config = SIDGenerationConfig.from_pretrained(pretrained_model_name_or_path, **loading)
-        except OSError:  # a checkpoint without the file: defaults
+        present = cached_file(
+            pretrained_model_name_or_path,
+            GENERATION_CONFIG_NAME,
+            _raise_exceptions_for_missing_entries=False,
+            **loading,
+        )
+        if present is None:
             self.generation_config = SIDGenerationConfig()
+        else:  # a damaged file is an error, not a reason for defaults
+            self.generation_config = SIDGenerationConfig.from_pretrained(pretrained_model_name_or_path, **loading)
 
 
 def _collect(beams: Beams, trie: SIDTrie, num_users: int, number: int) -> SIDGenerationOutput:

@@ -1,5 +1,7 @@
 """Parts of the models: how items become tokens, and what transformers' decoder-only models need around them."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,13 +48,15 @@ class CodeTokens(nn.Module):
 def groups_of_like_length(mask: torch.BoolTensor) -> list[tuple[torch.LongTensor, int, int]]:
     """Rows of a mask `(B, T)` in groups of like length: row numbers, and the columns that hold all their items.
 
-    Rows without items are in no group.
+    Rows without items are in no group. An accelerator gets one group: small products and the waits for lengths would
+    cost it more than padding does.
     """
     lengths = mask.sum(1)
     order = lengths.argsort(stable=True)
     order = order[lengths[order] > 0]
     groups = []
-    for rows in order.split(ROWS_PER_GROUP) if order.numel() else ():
+    size = ROWS_PER_GROUP if mask.device.type == "cpu" else max(1, len(order))
+    for rows in order.split(size) if order.numel() else ():
         columns = mask[rows].any(0).nonzero()
         groups.append((rows, int(columns[0]), int(columns[-1]) + 1))
     return groups
@@ -85,7 +89,11 @@ def add_residual_dropout(transformer: nn.Module, probability: float) -> None:
             f"`dropout` needs layers with `o_proj` and `down_proj`; {type(transformer).__name__} has none. Set it to 0."
         )
     for projection in projections:
-        projection.register_forward_hook(lambda module, _, output: F.dropout(output, probability, module.training))
+        projection.register_forward_hook(partial(_drop, probability))
+
+
+def _drop(probability: float, module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    return F.dropout(output, probability, module.training)
 
 
 def make_transformer(config) -> nn.Module:

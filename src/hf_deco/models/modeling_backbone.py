@@ -93,14 +93,15 @@ class BackboneScorer:
 class BackboneForSIDRetrieval(SIDRetrievalModel):
     """A generative recommender whose backbone scores every code: FlatGR over a flat history, FusedGR over a fused one.
 
-    Trained densely in one pass: behind a fused history stand the gold prefixes of all next items, each of which sees the
-    history up to its position and itself (Eq. 4); a flat history holds them already.
+    Trained densely in one pass: behind a fused history stand the gold prefixes of all next items, each of which sees
+    the history up to its position and itself (Eq. 4); a flat history holds them already.
 
     Args:
         config ([`BackboneConfig`]): Sizes and options.
     """
 
     config: BackboneConfig
+    _supports_flash_attn = False  # it knows no block-causal mask, and would train on another attention in silence
 
     def __init__(self, config: BackboneConfig):
         super().__init__(config)

@@ -181,6 +181,11 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
                 "`copies` must be given with `concepts` if, and only if, the model has a copy pointer: both are what "
                 "`encode` returns."
             )
+        if copies is not None and copies.gate.shape[0] != concepts.shape[0]:
+            raise ValueError(
+                f"`copies` are of {copies.gate.shape[0]} users, `concepts` of {concepts.shape[0]}: give those of the "
+                "same histories."
+            )
         scorer = DecoderScorer(self.decoder, concepts.to(self.dtype))
         return scorer, None if copies is None else BeamCopies.start(copies, self.trie)
 

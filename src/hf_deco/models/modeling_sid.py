@@ -1,5 +1,6 @@
-"""What all models share: they read a history of items, carry a catalog, and are trained on dense next-item targets."""
+"""What all models share: they read a history of items, carry a catalog, and learn from dense next-item targets."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import ModelOutput
+from transformers.utils import CONFIG_NAME, ModelOutput
 
 from .configuration_deco import SIDRetrievalConfig
 from .generation_sid import SIDGenerationConfig, SIDGenerationMixin
@@ -26,7 +27,8 @@ from .trie import SIDTrie, check_codes
 
 @dataclass
 class TargetScores:
-    """What a model says of the codes of its targets: one [`LevelScores`] a level, and the pointer where there is one."""
+    """What a model says of the codes of its targets: one [`LevelScores`] a level, and the pointer where there is
+    one."""
 
     targets: Targets
     levels: list[LevelScores]
@@ -52,8 +54,8 @@ class SIDRetrievalOutput(ModelOutput):
     Output of a model.
 
     Args:
-        loss (`torch.FloatTensor`, *optional*): Mean over targets of the negative log-likelihood of a target's SID, where
-            `labels` were given.
+        loss (`torch.FloatTensor`, *optional*): Mean over targets of the negative log-likelihood of a target's SID,
+            where `labels` were given.
         num_targets (`torch.LongTensor`, *optional*): Targets in the loss.
         target_scores ([`TargetScores`], *optional*): What the loss was made of, where it was asked for.
         concepts (`torch.FloatTensor` of shape `(B, M, w)`, *optional*): Concepts of the whole histories, Deco's serving
@@ -75,9 +77,9 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
     The codes of all items are a buffer of the model (`catalog_codes`), so a checkpoint is whole; `set_catalog` swaps
     them.
 
-    A history without items is defined: a learned `start_state` stands in for the backbone's, trained to predict the
-    first item of every sequence. It answers with what the log's sequences begin with, the best that can be said about a
-    user of whom nothing is known.
+    A history without items is defined: a learned `start_state` stands in for the backbone's, trained to predict every
+    user's first item. It answers with what users begin with, the best that can be said about one of whom nothing is
+    known.
 
     A subclass supplies `_states_of_targets`, `_start_search`, `_code_tables` and `heads`, and calls `post_init` last.
     """
@@ -107,8 +109,8 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         if isinstance(module, SIDRetrievalModel):
             init.normal_(module.start_state, mean=0.0, std=1.0)  # the scale of a normalised backbone state
             init.zeros_(module.catalog_codes)
-        elif isinstance(module, CopyPointer):
-            init.constant_(module.gate_proj.bias, -2.0)  # copying has to earn its share
+            if module.pointer is not None:  # here, for a module without parameters of its own is never asked
+                init.constant_(module.pointer.gate_proj.bias, -2.0)  # copying has to earn its share
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -120,6 +122,9 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
                 its configuration.
         """
         with_info = kwargs.pop("output_loading_info", False)
+        folder = os.path.join(pretrained_model_name_or_path, kwargs.get("subfolder", ""))
+        if os.path.isdir(pretrained_model_name_or_path) and not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
+            raise OSError(f"{folder!r} holds no {CONFIG_NAME}: it is not a checkpoint, or not a whole one.")
         ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are reported here
         try:
@@ -267,18 +272,24 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         return CopyState(item_codes=item_codes, weights=weights.squeeze(1), gate=gate.squeeze(1))
 
     def score_targets(
-        self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None, labels: torch.LongTensor
+        self,
+        item_codes: torch.LongTensor,
+        attention_mask: torch.LongTensor | None,
+        labels: torch.LongTensor,
+        from_start: torch.BoolTensor | None = None,
     ) -> TargetScores:
-        """Score the codes of every labelled position, and of the first item of every sequence, densely.
+        """Score the codes of every labelled position, and of the first items of users, densely.
 
         Args:
             item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories.
             attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding.
             labels (`torch.LongTensor` of shape `(B, T, K)`): SID of the item after each position, -100 where there is
                 no target.
+            from_start (`torch.BoolTensor` of shape `(B,)`, *optional*): Sequences that begin with their user's first
+                item. All by default.
         """
         mask = self._check_inputs(item_codes, attention_mask)
-        targets = self._locate_targets(item_codes, mask, labels)
+        targets = self._locate_targets(item_codes, mask, labels, from_start)
         states, level_states = self._states_of_targets(item_codes, mask, targets)
         levels = [
             score_level(found, self.heads[level].weight, self.trie, level, rows, targets, self.config.normalize_over)
@@ -293,37 +304,43 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         item_codes: torch.LongTensor,
         attention_mask: torch.LongTensor | None = None,
         labels: torch.LongTensor | None = None,
+        from_start: torch.BoolTensor | None = None,
         return_target_scores: bool = False,
     ) -> SIDRetrievalOutput:
         """Serving state of histories or, given targets, the dense training loss.
 
         Every labelled position is a target: `-sum_k log p(c_k | c_<k, z_t)`, averaged over targets. The first item of
-        each sequence is one more target, predicted from the start state.
+        each user is one more target, predicted from the start state.
 
         Args:
             item_codes (`torch.LongTensor` of shape `(B, T, K)`): Histories.
             attention_mask (`torch.LongTensor` of shape `(B, T)`, *optional*): 1 for items, 0 for padding.
             labels (`torch.LongTensor` of shape `(B, T, K)`, *optional*): SID of the item after each position, -100
                 where there is no target.
+            from_start (`torch.BoolTensor` of shape `(B,)`, *optional*): Sequences that begin with their user's first
+                item, which is then a target too. All by default.
             return_target_scores (`bool`, *optional*): Whether the scores behind the loss are returned with it.
         """
         if labels is None:
             return self.encode(item_codes, attention_mask)
-        scores = self.score_targets(item_codes, attention_mask, labels)
+        scores = self.score_targets(item_codes, attention_mask, labels, from_start)
         return SIDRetrievalOutput(
             loss=-scores.log_likelihood().mean(),
             num_targets=torch.tensor(len(scores.targets), device=item_codes.device),
             target_scores=scores if return_target_scores else None,
         )
 
-    def _locate_targets(self, item_codes, mask: torch.BoolTensor, labels: torch.LongTensor) -> Targets:
+    def _locate_targets(self, item_codes, mask: torch.BoolTensor, labels: torch.LongTensor, from_start) -> Targets:
         """All targets, by user and position; the first item of a sequence has the column before it as its position."""
         if labels.shape != item_codes.shape:
             raise ValueError(
                 f"`labels` must have the shape of `item_codes`, {tuple(item_codes.shape)}, got {tuple(labels.shape)}."
             )
-        known = mask.any(1).nonzero().squeeze(1)
+        known = mask.any(1) if from_start is None else mask.any(1) & from_start
+        known = known.nonzero().squeeze(1)
         first = mask[known].to(torch.int8).argmax(1)
+        inside = self.trie.rows(item_codes[known, first]) >= 0  # what is never retrieved is no target
+        known, first = known[inside], first[inside]
         users, positions = ((labels[..., 0] != -100) & mask).nonzero(as_tuple=True)
         codes = torch.cat([labels[users, positions], item_codes[known, first]]).long()
         users, positions = torch.cat([users, known]), torch.cat([positions, first - 1])

@@ -9,6 +9,8 @@ from transformers.utils import ModelOutput
 from .scoring_sid import LevelScores, Targets
 from .trie import SIDTrie
 
+_HIGHEST_GATE = 1 - 1e-6  # a gate that rounds to 1 would leave everything that is not in the history at log 0
+
 
 @dataclass
 class CopyState(ModelOutput):
@@ -56,7 +58,7 @@ class CopyPointer(nn.Module):
         scores = self.query_proj(queries) @ self.key_proj(states).transpose(1, 2)
         scores = (scores.float() * states.shape[-1] ** -0.5).masked_fill(~copyable, torch.finfo(torch.float32).min)
         weights = scores.softmax(-1) * copyable
-        gate = self.gate_proj(queries).squeeze(-1).float().sigmoid() * copyable.any(-1)
+        gate = self.gate_proj(queries).squeeze(-1).float().sigmoid().clamp(max=_HIGHEST_GATE) * copyable.any(-1)
         return weights, gate
 
 

@@ -61,6 +61,8 @@ class DecoProcessor(ProcessorMixin):
         item_codes = torch.as_tensor(item_codes)
         self.codebook_sizes = tuple(int(size) for size in codebook_sizes)
         self.max_history_length = int(max_history_length)
+        if self.max_history_length < 1:
+            raise ValueError(f"`max_history_length` must be at least 1, got {max_history_length}.")
         check_codes(item_codes, self.codebook_sizes)
         self.item_codes = item_codes.to(torch.int32)
         for name, values in (("item_codes", self.item_codes), ("titles", self.titles)):
@@ -117,12 +119,13 @@ class DecoProcessor(ProcessorMixin):
 
     def rows_of(self, items: list[str]) -> list[int]:
         """Rows of item ids; a `ValueError` names those that are unknown."""
+        items = [str(item) for item in items]
         unknown = [item for item in items if item not in self._rows]
         if unknown:
             shown = ", ".join(repr(item) for item in unknown[:5])
             raise ValueError(
-                f"{len(unknown)} item ids are not known; the processor knows {len(self.item_ids)} items, and not: "
-                f"{shown}."
+                f"`items` holds {len(unknown)} ids that are none of the {len(self.item_ids)} known items: {shown}. "
+                "Leave them out, or use a checkpoint whose item table has them."
             )
         return [self._rows[item] for item in items]
 
@@ -177,6 +180,10 @@ class DecoProcessor(ProcessorMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> "DecoProcessor":
         """Load a processor from a folder or a repository of the Hub.
 
+        Args:
+            pretrained_model_name_or_path (`str` or path): Where from.
+            kwargs: Hub options, and `max_history_length` to read another number of items than the checkpoint says.
+
         Raises:
             OSError: If a file is missing or damaged.
         """
@@ -192,7 +199,7 @@ class DecoProcessor(ProcessorMixin):
                 item_ids=_unpack("item_ids", tensors),
                 item_codes=tensors["item_codes"],
                 codebook_sizes=config["codebook_sizes"],
-                max_history_length=config["max_history_length"],
+                max_history_length=kwargs.get("max_history_length", config["max_history_length"]),
                 titles=_unpack("titles", tensors) if "titles.bytes" in tensors else None,
                 num_items=config["num_items"],
             )
@@ -200,6 +207,17 @@ class DecoProcessor(ProcessorMixin):
             raise OSError(
                 f"The processor files of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error!r})."
             ) from error
+
+
+def check_pair(model, processor: DecoProcessor) -> None:
+    """Raise a `ValueError` where a processor names other items than the model retrieves."""
+    known = processor.item_codes[: processor.num_items]
+    if known.shape != model.catalog_codes.shape or not torch.equal(known, model.catalog_codes.cpu()):
+        raise ValueError(
+            f"The processor's {processor.num_items} items are not the catalog of the model ({model.config.num_items} "
+            f"items): "
+            "load both from one checkpoint, or give both the same new catalog."
+        )
 
 
 def _pack(name: str, strings: list[str]) -> dict[str, torch.Tensor]:

@@ -40,7 +40,8 @@ def candidate_log_probs(
         states (`torch.Tensor` of shape `(R, w)`): State of every prefix.
         weight (`torch.Tensor` of shape `(V, w)`): Output class vectors of the level.
         parents (`torch.LongTensor` of shape `(C,)`): Row in `states` of every candidate.
-        codes (`torch.LongTensor` of shape `(C,)`): Code of every candidate; under `"children"` all children of a prefix.
+        codes (`torch.LongTensor` of shape `(C,)`): Code of every candidate; under `"children"` all children of a
+            prefix.
         normalize_over (`str`): `"children"` or `"vocabulary"`.
 
     Returns:
@@ -113,8 +114,8 @@ class LevelScores:
         starts (`torch.LongTensor` of shape `(r,)`): Where the children of a prefix begin.
         first_nodes (`torch.LongTensor` of shape `(r,)`): Node of its first child in level `level + 1`.
         gold (`torch.LongTensor` of shape `(r,)`): Where the target's own child lies.
-        parents (`torch.LongTensor` of shape `(C,)`, *optional*): Prefix of every child, as a position in `rows`. None at
-            the root, where every prefix has the same number of children.
+        parents (`torch.LongTensor` of shape `(C,)`, *optional*): Prefix of every child, as a position in `rows`. None
+            at the root, where every prefix has the same number of children.
     """
 
     level: int

@@ -48,10 +48,13 @@ class SIDTrie:
             codebook_sizes (`tuple[int, ...]` of length `K`): Codes per level.
 
         Raises:
-            ValueError: If `codes` is empty, is not an integer matrix, or holds a code outside its level.
+            ValueError: If `codes` is empty, is not an integer matrix, or holds a code outside its level; or a level is
+                too large.
         """
         self.codebook_sizes = tuple(int(size) for size in codebook_sizes)
         self.num_codebooks = len(self.codebook_sizes)
+        if any(size > 2**31 for size in self.codebook_sizes):
+            raise ValueError(f"`codebook_sizes` must not exceed 2**31 (codes are int32), got {self.codebook_sizes}.")
         check_codes(codes, self.codebook_sizes)
         order = _lexicographic_order(codes, self.codebook_sizes)
         codes = codes.to(torch.int32)[order]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..models.modeling_deco import DecoForSIDRetrieval
-from ..models.processing_deco import DecoProcessor
+from transformers import AutoModel
+
+from ..models.modeling_sid import SIDRetrievalModel
+from ..models.processing_deco import DecoProcessor, check_pair
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,21 @@ class Recommender:
     """Model and processor of one checkpoint.
 
     Args:
-        model ([`DecoForSIDRetrieval`]): The model; put into evaluation mode.
+        model ([`SIDRetrievalModel`]): The model; put into evaluation mode.
         processor ([`DecoProcessor`]): Its processor.
+
+    Raises:
+        ValueError: If the two do not hold one catalog.
     """
 
-    def __init__(self, model: DecoForSIDRetrieval, processor: DecoProcessor):
+    def __init__(self, model: SIDRetrievalModel, processor: DecoProcessor):
+        check_pair(model, processor)
         self.model, self.processor = model.eval(), processor
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike) -> Recommender:
         """Open a checkpoint folder or a repository of the Hub."""
-        return cls(DecoForSIDRetrieval.from_pretrained(path), DecoProcessor.from_pretrained(path))
+        return cls(AutoModel.from_pretrained(path), DecoProcessor.from_pretrained(path))
 
     def recommend(
         self, histories: list[list[str]], top_k: int = 10, num_beams: int = 100
@@ -51,8 +57,9 @@ class Recommender:
         Raises:
             ValueError: If an item id is not known.
         """
-        if top_k < 1:
-            raise ValueError(f"`top_k` must be at least 1, got {top_k}.")
+        for name, value in (("top_k", top_k), ("num_beams", num_beams)):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
         inputs = self.processor(histories).to(self.model.device)
         output = self.model.generate(
             **inputs, num_beams=max(num_beams, top_k), num_return_sequences=top_k, return_dict_in_generate=True

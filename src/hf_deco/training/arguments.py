@@ -49,6 +49,10 @@ class DecoTrainingArguments(TrainingArguments):
     )
     codebook_sizes: list[int] = option([2048, 2048, 2048, 2048], "Codes per SID level.")
 
+    search_in: str = option("decoder", "Where the beam search runs: the light `decoder` (Deco) or the `backbone` (GR).")
+    history_format: str = option(
+        "fused", "What the backbone reads: `fused`, a token per item, or `flat`, one per code."
+    )
     backbone: str = option("M", "Scratch backbone: S (2 x 128), M (4 x 384) or L (8 x 640).")
     decoder_width: int = option(256, "Width of the light decoder, a multiple of 64.")
     decoder_layers: int = option(2, "Layers of the light decoder.")
@@ -56,10 +60,16 @@ class DecoTrainingArguments(TrainingArguments):
     normalize_over: str = option("children", "What a code competes with: `children` or `vocabulary`.")
     dropout: float = option(0.3, "Dropout of fuser and backbone.")
     decoder_dropout: float = option(0.0, "Dropout of the light decoder.")
+    copy_pointer: bool = option(False, "Mix in a pointer over the history, for logs in which users come back to items.")
     max_history_length: int = option(20, "Items of a history that are read, the latest T.")
     init_code_tables: str = option(
         "content", "Code tables start from the tokenizer's centroids (`content`) or at `random`."
     )
+
+    teacher: str | None = option(None, "Checkpoint to distill from; none trains with cross-entropy alone.")
+    temperature: float = option(1.0, "Temperature of the distillation.")
+    objective: str = option("ce+kd", "What a teacher's student learns: `ce+kd`, or `kd` alone.")
+    init_from_teacher: bool = option(False, "Start backbone and history tokens from the teacher's.")
 
     validation_beams: int = option(10, "Beam width of validation, which picks the checkpoint.")
     validation_examples: int = option(5000, "Validation users drawn once, at most; 0 takes all.")
@@ -68,12 +78,13 @@ class DecoTrainingArguments(TrainingArguments):
     early_stopping_patience: int = option(
         10, "Evaluations without a better NDCG@10 before training stops; 0 never stops."
     )
+    system: str | None = option(None, "Name in the results; made from the options when not given.")
     results_file: str | None = option(None, "JSON file of result rows to add this run to.")
 
     output_dir: str | None = option("runs/deco", "Folder of the run.")
     learning_rate: float = option(1e-3, "Peak learning rate.")
     weight_decay: float = option(0.01, "Weight decay.")
-    warmup_steps: float = option(200, "Steps of linear warm-up (below 1: share of all steps).")
+    warmup_steps: float = option(0.05, "Steps of linear warm-up (below 1: share of all steps).")
     lr_scheduler_type: str = option("cosine", "Schedule after warm-up.")
     num_train_epochs: float = option(30.0, "Passes over the training sequences.")
     per_device_train_batch_size: int = option(256, "Training sequences per step and process.")
@@ -86,17 +97,22 @@ class DecoTrainingArguments(TrainingArguments):
     load_best_model_at_end: bool = option(True, "End with the best checkpoint.")
     metric_for_best_model: str | None = option("ndcg@10", "Validation metric that picks the checkpoint.")
     greater_is_better: bool | None = option(True, "Whether a larger metric is better.")
+    restore_callback_states_from_checkpoint: bool = option(True, "Go on with the patience that a stopped run had left.")
     remove_unused_columns: bool = option(False, "Kept off: the collator reads all columns.")
 
     def __post_init__(self):
         if not torch.accelerator.is_available():
             self.use_cpu = True  # the parent refuses bf16 on a machine without accelerator unless told so
         super().__post_init__()
+        self._check_lists()
         choices = {
             "protocol": ("temporal", "leave_one_out"),
             "unknown_items": ("error", "drop"),
             "cold_targets": ("miss", "drop"),
+            "search_in": ("decoder", "backbone"),
+            "history_format": ("fused", "flat"),
             "backbone": ("S", "M", "L"),
+            "objective": ("ce+kd", "kd"),
             "normalize_over": ("children", "vocabulary"),
             "init_code_tables": ("content", "random"),
         }
@@ -112,5 +128,37 @@ class DecoTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`decoder_width` must be a positive multiple of 64, the width of a head, got {self.decoder_width}."
             )
+        for name, lowest in (
+            ("decoder_layers", 1),
+            ("k_core", 0),
+            ("validation_examples", 0),
+            ("early_stopping_patience", 0),
+        ):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"`{name}` must be at least {lowest}, got {getattr(self, name)}.")
         if self.validation_beams < 10:
             raise ValueError(f"`validation_beams` must be at least 10 for NDCG@10, got {self.validation_beams}.")
+        if self.temperature <= 0:
+            raise ValueError(f"`temperature` must be positive, got {self.temperature}.")
+        if self.init_from_teacher and self.teacher is None:
+            raise ValueError("`init_from_teacher` is set, but no `teacher` is named.")
+        if self.system is None:
+            self.system = self._default_system()
+
+    def _check_lists(self) -> None:
+        """Lists that hold what they should; a YAML file may hold anything."""
+        for name in ("cutoffs", "codebook_sizes"):
+            value = getattr(self, name)
+            if not isinstance(value, list) or not value or any(type(entry) is not int or entry < 1 for entry in value):
+                raise ValueError(f"`{name}` must be a list of positive integers, got {value!r}.")
+        if not isinstance(self.text_columns, list) or not self.text_columns:
+            raise ValueError(f"`text_columns` must be a list of column names, got {self.text_columns!r}.")
+
+    def _default_system(self) -> str:
+        """The field's name of what these options train."""
+        distilled = self.teacher is not None
+        if self.search_in == "backbone":
+            return ("fused_gr" if self.history_format == "fused" else "flat_gr") + ("/kd" if distilled else "")
+        if self.history_format == "flat":
+            return "deco_flat" if distilled else "deco_flat/ce"
+        return "deco" if distilled else "deco_ce"

@@ -21,7 +21,13 @@ _SHOWN = (
     "gradient_accumulation_steps",
     "resume_from_checkpoint",
 )
-_HIDDEN = {"remove_unused_columns", "greater_is_better", "metric_for_best_model", "load_best_model_at_end"}
+_HIDDEN = {
+    "restore_callback_states_from_checkpoint",
+    "remove_unused_columns",
+    "greater_is_better",
+    "metric_for_best_model",
+    "load_best_model_at_end",
+}
 
 
 def make_parser(positionals: tuple[str, ...] = (), **kwargs) -> HfArgumentParser:
@@ -62,7 +68,10 @@ def parse_arguments(
 
 def read_options(path: str | Path) -> dict:
     """Options of a YAML file, checked by name."""
-    options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    try:
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"`config` {str(path)!r} is no YAML ({error}).") from error
     if not isinstance(options, dict):
         raise ValueError(f"`config` {str(path)!r} must hold a mapping of options, got {type(options).__name__}.")
     unknown = sorted(set(options) - {item.name for item in fields(DecoTrainingArguments)})

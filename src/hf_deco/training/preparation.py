@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..data.interactions import Interactions, read_interactions
+from ..data.interactions import read_interactions
 from ..data.items import ItemTable, read_items
 from ..data.splits import Split, leave_one_out_split, temporal_split
 from ..items.embedding import check_embeddings, embed_texts
 from ..items.sid_table import SIDTable
-from ..models.configuration_deco import DecoConfig, qwen2_shape
+from ..models.configuration_deco import BackboneConfig, DecoConfig, SIDRetrievalConfig, qwen2_shape
+from ..models.modeling_backbone import BackboneForSIDRetrieval
 from ..models.modeling_deco import DecoForSIDRetrieval
+from ..models.modeling_sid import SIDRetrievalModel
 from ..models.processing_deco import DecoProcessor
 from .arguments import DecoTrainingArguments
 
 SPLITS = {"temporal": temporal_split, "leave_one_out": leave_one_out_split}
 
 
-@dataclass
-class PreparedData:
-    """A log that is read, filtered and split, with the content embedding of every item `(N, d)`."""
-
-    items: ItemTable
-    split: Split
-    embeddings: np.ndarray
-
-
-def prepare_log(args: DecoTrainingArguments) -> tuple[ItemTable, Interactions, Split]:
+def prepare_log(args: DecoTrainingArguments) -> tuple[ItemTable, Split]:
     """Read, filter and split the log, as the arguments say.
 
     Raises:
@@ -56,55 +49,104 @@ def prepare_log(args: DecoTrainingArguments) -> tuple[ItemTable, Interactions, S
         log = log.collapse_repeats()
     if args.k_core:
         log = log.k_core(user=args.k_core, item=args.k_core)
-    return items, log, SPLITS[args.protocol](log)
+    split = SPLITS[args.protocol](log)
+    if not (split.train.lengths > 1).any():
+        raise ValueError(
+            f"the log is too short: under the {args.protocol} split no user has two training events, so there is "
+            "nothing to learn from; give a longer log."
+        )
+    return items, split
 
 
-def prepare_data(args: DecoTrainingArguments) -> PreparedData:
-    """Read, filter, split and embed, as the arguments say."""
-    items, _, split = prepare_log(args)
+def read_embeddings(path: str | Path, num_items: int) -> np.ndarray:
+    """Embeddings `(N, d)` of a NumPy file, one row per row of the item table.
+
+    Raises:
+        ValueError: If the file is no NumPy array, or does not fit the item table.
+        FileNotFoundError: If there is no such file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"`embeddings` is {str(path)!r}, and there is no such file.")
+    try:
+        array = np.load(path, allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("an archive of arrays")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"`embeddings` {str(path)!r} is no .npy file of one array ({error}).") from error
+    return check_embeddings(array, num_items)
+
+
+def prepare_embeddings(args: DecoTrainingArguments, items: ItemTable, resume: bool = False) -> np.ndarray:
+    """Content embeddings `(N, d)`: read, or made of the texts by the main process and kept with the run."""
     if args.embeddings is not None:
-        embeddings = check_embeddings(np.load(args.embeddings, allow_pickle=False), len(items))
-    else:
-        embeddings = _embed_once(args, items)
-    return PreparedData(items, split, embeddings)
-
-
-def _embed_once(args: DecoTrainingArguments, items: ItemTable) -> np.ndarray:
-    """Embeddings of the texts: computed by the main process, kept with the run, read by the others."""
+        return read_embeddings(args.embeddings, len(items))
     path = Path(args.output_dir) / "item_embeddings.npy"
     with args.main_process_first(desc="embedding item texts"):
-        if args.process_index == 0:
+        if args.process_index == 0 and not (resume and path.exists()):
             embeddings = embed_texts(items.texts, args.embedding_model)
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}")
             with open(temporary, "wb") as file:
                 np.save(file, embeddings)
             temporary.replace(path)
-        return np.load(path, allow_pickle=False)
+        return read_embeddings(path, len(items))
 
 
-def prepare_sids(args: DecoTrainingArguments, data: PreparedData) -> SIDTable:
+def check_capacity(codebook_sizes: list[int], num_items: int) -> None:
+    """Raise a `ValueError` where items cannot have SIDs of their own in these codebooks."""
+    if codebook_sizes[0] > num_items or math.prod(codebook_sizes) < num_items:
+        raise ValueError(
+            f"`codebook_sizes` {codebook_sizes} do not suit {num_items} items: the first level must have at most as "
+            "many codes as there are items, and all levels together at least as many SIDs."
+        )
+
+
+def prepare_sids(
+    args: DecoTrainingArguments, items: ItemTable, split: Split, embeddings: np.ndarray, resume: bool = False
+) -> SIDTable:
     """SIDs in the order of the item table: loaded if a folder is named, else built and kept with the run."""
     if args.sids is not None:
-        return SIDTable.load(args.sids).select(data.items.item_ids)
+        return SIDTable.load(args.sids).select(items.item_ids)
     folder = Path(args.output_dir) / "sids"
     with args.main_process_first(desc="building SIDs"):
-        if args.process_index == 0:
+        if args.process_index == 0 and not (resume and folder.exists()):
             table = SIDTable.build(
-                data.items.item_ids,
-                data.embeddings,
+                items.item_ids,
+                embeddings,
                 tuple(args.codebook_sizes),
-                popularity=data.split.item_counts,
-                titles=data.items.titles,
+                popularity=split.item_counts,
+                titles=items.titles,
                 seed=args.seed,
             )
             table.save(folder)
-        return SIDTable.load(folder)
+        return SIDTable.load(folder).select(items.item_ids)
+
+
+def make_config(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) -> SIDRetrievalConfig:
+    """Configuration of the model that the arguments describe."""
+    shared = {
+        "num_codebooks": len(codebook_sizes),
+        "codebook_size": list(codebook_sizes),
+        "history_format": args.history_format,
+        "max_history_length": args.max_history_length,
+        "copy_pointer": args.copy_pointer,
+        "normalize_over": args.normalize_over,
+        "dropout": args.dropout,
+    }
+    if args.search_in == "backbone":
+        return BackboneConfig.from_preset(args.backbone, **shared)
+    return DecoConfig.from_preset(
+        args.backbone,
+        decoder_config=qwen2_shape(args.decoder_width, args.decoder_layers, args.decoder_width // 64),
+        num_concepts=args.num_concepts,
+        decoder_dropout=args.decoder_dropout,
+        **shared,
+    )
 
 
 def build_model(
     args: DecoTrainingArguments, sids: SIDTable, catalog: np.ndarray
-) -> tuple[DecoForSIDRetrieval, DecoProcessor]:
+) -> tuple[SIDRetrievalModel, DecoProcessor]:
     """A fresh model that retrieves the catalog's items, and a processor that knows all.
 
     Args:
@@ -112,18 +154,9 @@ def build_model(
         sids ([`SIDTable`]): SIDs of all items.
         catalog (`np.ndarray` of shape `(C,)`): Row in `sids` of every item that can be retrieved.
     """
-    config = DecoConfig.from_preset(
-        args.backbone,
-        decoder_config=qwen2_shape(args.decoder_width, args.decoder_layers, args.decoder_width // 64),
-        num_codebooks=len(sids.codebook_sizes),
-        codebook_size=list(sids.codebook_sizes),
-        num_concepts=args.num_concepts,
-        max_history_length=args.max_history_length,
-        normalize_over=args.normalize_over,
-        dropout=args.dropout,
-        decoder_dropout=args.decoder_dropout,
-    )
-    model = DecoForSIDRetrieval._from_config(config, dtype=torch.float32)
+    config = make_config(args, sids.codebook_sizes)
+    model_class = BackboneForSIDRetrieval if args.search_in == "backbone" else DecoForSIDRetrieval
+    model = model_class._from_config(config, dtype=torch.float32)
     if args.init_code_tables == "content":
         if not sids.codebooks:
             raise ValueError(

@@ -28,11 +28,11 @@ def add_result_rows(args: DecoTrainingArguments, metrics: dict, trainer, seconds
         seconds (`float`): Wall-clock time of the run.
     """
     path = Path(args.results_file)
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = read_rows(path)
     common = {"dataset": Path(args.interactions).parent.name, "protocol": args.protocol}
     for system, values in metrics.items():
         row = {"system": system, **common, "seed": None, "metrics": values}
-        if system == "deco_ce":
+        if system == args.system:
             row |= {
                 "seed": args.seed,
                 "validation_ndcg@10": trainer.state.best_metric,
@@ -46,6 +46,20 @@ def add_result_rows(args: DecoTrainingArguments, metrics: dict, trainer, seconds
         row["date"] = date.today().isoformat()
         rows = [old for old in rows if any(old.get(name) != row.get(name) for name in _SAME_RUN)] + [row]
     write_json(path, rows)
+
+
+def read_rows(path: str | Path) -> list[dict]:
+    """Rows of a study's file, none where there is no file yet; a `ValueError` names one that holds something else."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`results_file` {str(path)!r} is no JSON ({error}): repair it, or name another.") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"`results_file` {str(path)!r} must hold a list of rows, got {type(rows).__name__}.")
+    return rows
 
 
 def changed_arguments(args: DecoTrainingArguments) -> dict:

@@ -8,62 +8,74 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from transformers import EarlyStoppingCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoModel, EarlyStoppingCallback, set_seed
 
 from ..data.collators import SequenceWindows, SIDCollator
 from ..data.sequences import Examples
+from ..data.splits import Split
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.floors import floor_metrics
 from ..evaluation.plots import plot_training
-from ..models.modeling_deco import DecoForSIDRetrieval
-from ..models.processing_deco import DecoProcessor
+from ..items.sid_table import SIDTable
+from ..models.modeling_sid import SIDRetrievalModel
+from ..models.processing_deco import DecoProcessor, check_pair
 from .arguments import DecoTrainingArguments
-from .preparation import build_model, prepare_data, prepare_sids
-from .results import add_result_rows, write_json
+from .checkpoints import check_data_options, check_same_catalog, find_checkpoint, save_data_options
+from .distillation import DistillationTrainer, init_from_teacher, load_teacher
+from .preparation import (
+    build_model,
+    check_capacity,
+    make_config,
+    prepare_embeddings,
+    prepare_log,
+    prepare_sids,
+    read_embeddings,
+)
+from .results import add_result_rows, read_rows, write_json
 from .trainer import DecoTrainer
 
 
 def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
-    """Train Deco-CE, test it beside the untrained floors, and write the run's folder.
+    """Train a model, test it beside the untrained floors, and write the run's folder.
 
-    `output_dir` ends with `model/` (the checkpoint that `AutoModel` and `AutoProcessor` open), `sids/`, `metrics.json`
-    (one object per system), `training.png` and the resumable `checkpoint-*`. Set `resume_from_checkpoint` to `"last"`
-    to go on where a run of this folder stopped, or to begin where there is nothing yet.
+    `output_dir` ends with `model/` (the checkpoint that `AutoModel` and `AutoProcessor` open), `metrics.json` (one
+    object per system), `training.png`, the resumable `checkpoint-*`, and what was made of the items:
+    `item_embeddings.npy` and `sids/`, unless they were given. Set `resume_from_checkpoint` to `"last"` to go on where a
+    run of this folder stopped, or to begin where there is nothing yet.
 
     Args:
         args ([`DecoTrainingArguments`]): All options.
 
     Returns:
-        `dict`: test metrics of `deco_ce` and, on the main process, of the floors.
+        `dict`: test metrics of the model, under `args.system`, and, on the main process, of the floors.
+
+    Raises:
+        ValueError: For options, files or data that no run could use; before anything is written.
     """
     started = time.time()
     set_seed(args.seed)
-    data = prepare_data(args)
-    sids = prepare_sids(args, data)
-    split = data.split
+    checkpoint = find_checkpoint(args)
+    items, split = prepare_log(args)
+    validation = make_evaluator(args, _sample(split.validation, args), split, ks=(10,))
+    test = make_evaluator(args, split.test, split, ks=args.cutoffs)
+    _check_ahead(args, len(items))
+    embeddings = prepare_embeddings(args, items, resume=checkpoint is not None)
+    sids = prepare_sids(args, items, split, embeddings, resume=checkpoint is not None)
+    if checkpoint is not None:
+        check_same_catalog(checkpoint, sids, split.catalog)
     model, processor = build_model(args, sids, split.catalog)
-    trainer = DecoTrainer(
-        model=model,
-        args=args,
-        train_dataset=SequenceWindows(split.train, args.max_history_length),
-        data_collator=SIDCollator(sids.codes),
-        evaluator=make_evaluator(args, _sample(split.validation, args), split, ks=(10,)),
-        catalog=split.catalog,
-        num_beams=args.validation_beams,
-        callbacks=[EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else [],
-    )
-    checkpoint = args.resume_from_checkpoint
-    if checkpoint == "last":
-        checkpoint = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    trainer = _make_trainer(args, model, sids, split, validation)
     trainer.train(resume_from_checkpoint=checkpoint)
-    metrics = {"deco_ce": trainer.test(make_evaluator(args, split.test, split, ks=args.cutoffs), args.num_beams)}
+
+    folder = Path(args.output_dir)
     if trainer.is_world_process_zero():
-        metrics |= floor_metrics(split, split.test, data.embeddings, **_evaluation_options(args, args.cutoffs))
-        folder = Path(args.output_dir)
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "model")
         processor.save_pretrained(folder / "model")
+        save_data_options(folder / "model", args, split)
         plot_training(trainer.state.log_history, folder / "training.png")
+    metrics = {args.system: trainer.test(test, args.num_beams)}
+    if trainer.is_world_process_zero():
+        metrics |= floor_metrics(split, split.test, embeddings, **_evaluation_options(args, args.cutoffs))
         write_json(folder / "metrics.json", metrics)
         if args.results_file:
             add_result_rows(args, metrics, trainer, time.time() - started)
@@ -74,18 +86,24 @@ def evaluate(args: DecoTrainingArguments, checkpoint: str | os.PathLike) -> dict
     """Test a checkpoint on a log, beside the untrained floors over the same catalog.
 
     Args:
-        args ([`DecoTrainingArguments`]): The log, its split, and how to judge.
+        args ([`DecoTrainingArguments`]): The log, its split, and how to judge. The text floor is computed where
+            `embeddings` are given.
         checkpoint (`str` or path): Folder or Hub repository of model and processor.
 
     Returns:
-        `dict`: test metrics of `deco_ce` and of the floors.
+        `dict`: test metrics of the checkpoint, under `args.system`, and of the floors.
 
     Raises:
-        ValueError: If the item table holds items that the checkpoint does not know, or lacks items of its catalog.
+        ValueError: If the item table holds items that the checkpoint does not know, or lacks items of its catalog; if
+        the
+            log is split otherwise than for its training.
     """
-    data = prepare_data(args)
-    model, processor = DecoForSIDRetrieval.from_pretrained(checkpoint), DecoProcessor.from_pretrained(checkpoint)
-    rows = np.asarray(processor.rows_of(data.items.item_ids.tolist()))
+    check_data_options(checkpoint, args)
+    model, processor = AutoModel.from_pretrained(checkpoint), DecoProcessor.from_pretrained(checkpoint)
+    check_pair(model, processor)
+    items, split = prepare_log(args)
+    embeddings = None if args.embeddings is None else read_embeddings(args.embeddings, len(items))
+    rows = np.asarray(processor.rows_of(items.item_ids.tolist()))
     item_of_row = np.full(len(processor.item_ids), -1)
     item_of_row[rows] = np.arange(len(rows))
     catalog = item_of_row[: processor.num_items]
@@ -96,7 +114,7 @@ def evaluate(args: DecoTrainingArguments, checkpoint: str | os.PathLike) -> dict
             "give the table that it was trained with."
         )
     args.max_history_length = model.config.max_history_length
-    split = replace(data.split, catalog=np.sort(catalog))
+    split = replace(split, catalog=np.sort(catalog))
     evaluator = make_evaluator(args, split.test, split, ks=args.cutoffs)
     trainer = DecoTrainer(
         model=model,
@@ -105,17 +123,50 @@ def evaluate(args: DecoTrainingArguments, checkpoint: str | os.PathLike) -> dict
         evaluator=evaluator,
         catalog=catalog,
     )
-    metrics = {"deco_ce": trainer.test(evaluator, args.num_beams)}
-    return metrics | floor_metrics(split, split.test, data.embeddings, **_evaluation_options(args, args.cutoffs))
+    metrics = {args.system: trainer.test(evaluator, args.num_beams)}
+    return metrics | floor_metrics(split, split.test, embeddings, **_evaluation_options(args, args.cutoffs))
 
 
-def make_evaluator(args: DecoTrainingArguments, examples: Examples, split, ks) -> Evaluator:
+def make_evaluator(args: DecoTrainingArguments, examples: Examples, split: Split, ks) -> Evaluator:
     """Evaluator of examples of a split, as the arguments say."""
     return Evaluator(examples, split.item_counts, split.catalog, **_evaluation_options(args, ks))
 
 
 def _evaluation_options(args: DecoTrainingArguments, ks) -> dict:
     return {"ks": tuple(ks), "max_history_length": args.max_history_length, "cold_targets": args.cold_targets}
+
+
+def _check_ahead(args: DecoTrainingArguments, num_items: int) -> None:
+    """What can be told of the options before the first long step."""
+    if args.sids is None:
+        check_capacity(args.codebook_sizes, num_items)
+        make_config(args, tuple(args.codebook_sizes))
+    else:
+        make_config(args, SIDTable.load(args.sids).codebook_sizes)
+    if args.results_file:
+        read_rows(args.results_file)
+
+
+def _make_trainer(
+    args: DecoTrainingArguments, model: SIDRetrievalModel, sids: SIDTable, split: Split, validation: Evaluator
+) -> DecoTrainer:
+    """The trainer of a run: with cross-entropy alone, or with a teacher."""
+    options = {
+        "model": model,
+        "args": args,
+        "train_dataset": SequenceWindows(split.train, args.max_history_length),
+        "data_collator": SIDCollator(sids.codes),
+        "evaluator": validation,
+        "catalog": split.catalog,
+        "num_beams": args.validation_beams,
+        "callbacks": [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else [],
+    }
+    if args.teacher is None:
+        return DecoTrainer(**options)
+    teacher = load_teacher(args.teacher, model)
+    if args.init_from_teacher:
+        init_from_teacher(model, teacher)
+    return DistillationTrainer(**options, teacher=teacher, temperature=args.temperature, objective=args.objective)
 
 
 def _sample(examples: Examples, args: DecoTrainingArguments) -> Examples:

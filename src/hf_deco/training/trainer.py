@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.utils.data import SequentialSampler
 from transformers import EvalPrediction, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..data.collators import ExampleDataset
 from ..evaluation.evaluator import Evaluator
@@ -27,7 +29,7 @@ class DecoTrainer(Trainer):
         self._search = {"num_beams": num_beams, "num_return_sequences": min(num_beams, max(evaluator.ks))}
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-            metrics = evaluator.evaluate_retrieved(prediction.predictions)
+            metrics = evaluator.evaluate_retrieved(prediction.predictions[0])
             return {name: value for name, value in metrics.items() if "/" not in name}  # slices are for tests
 
         super().__init__(
@@ -35,16 +37,21 @@ class DecoTrainer(Trainer):
         )
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Retrieve for one batch: no loss, item indices `(B, R)` with -1 where fewer were found, targets `(B,)`."""
+        """Retrieve for one batch.
+
+        Returns:
+            No loss; item indices `(B, R)` with -1 where fewer were found, and gates `(B,)` of a copy pointer, 0 without
+            one; targets `(B,)`.
+        """
         inputs = self._prepare_inputs(inputs)
         targets = inputs.pop("target_items")
         with torch.no_grad(), self.compute_loss_context_manager():
-            output = self.accelerator.unwrap_model(model).generate(
-                **inputs, **self._search, return_dict_in_generate=True
-            )
+            retriever = self.accelerator.unwrap_model(model)
+            output = retriever.generate(**inputs, **self._search, return_dict_in_generate=True)
         rows = output.item_rows.view(targets.shape[0], -1)
         items = torch.where(rows >= 0, self._catalog.to(rows.device)[rows.clamp(min=0)], -1)
-        return None, items, targets
+        gates = torch.zeros(len(targets), device=rows.device) if output.gates is None else output.gates.float()
+        return None, (items, gates), targets
 
     def test(self, evaluator: Evaluator, num_beams: int) -> dict[str, float]:
         """Metrics of the present model on other examples.
@@ -52,6 +59,9 @@ class DecoTrainer(Trainer):
         Args:
             evaluator ([`Evaluator`]): Examples and metrics.
             num_beams (`int`): Beam width; as many items are ranked as the largest cutoff asks for.
+
+        Returns:
+            `dict`: what the evaluator says of the retrieved items and, with a copy pointer, of its gate.
 
         Raises:
             ValueError: If the beam is narrower than the largest cutoff.
@@ -64,7 +74,21 @@ class DecoTrainer(Trainer):
         self._search = {"num_beams": num_beams, "num_return_sequences": max(evaluator.ks)}
         self.compute_metrics = None
         try:
-            prediction = self.predict(ExampleDataset(evaluator.examples))
+            items, gates = self.predict(ExampleDataset(evaluator.examples)).predictions
         finally:
             self._search, self.compute_metrics = before, metrics
-        return evaluator.evaluate_retrieved(prediction.predictions)
+        found = evaluator.evaluate_retrieved(items)
+        if self.accelerator.unwrap_model(self.model).config.copy_pointer:
+            found |= evaluator.gate_metrics(gates)
+        return found
+
+    def _get_train_sampler(self, train_dataset=None):
+        # The parent looks for token lists to measure; windows know their lengths.
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy == "group_by_length":
+            batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            return LengthGroupedSampler(batch_size, lengths=dataset.lengths.tolist())
+        return super()._get_train_sampler(train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset):
+        return SequentialSampler(eval_dataset)  # predictions have to come in the order of the examples

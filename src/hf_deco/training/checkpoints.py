@@ -1,0 +1,75 @@
+"""Where a run goes on, and what a checkpoint remembers of its data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from ..data.splits import Split
+from ..items.sid_table import SIDTable
+from .arguments import DecoTrainingArguments
+from .results import write_json
+
+DATA_FILE = "training_data.json"
+_DATA_OPTIONS = ("protocol", "drop_duplicates", "collapse_repeats", "k_core")
+
+
+def find_checkpoint(args: DecoTrainingArguments) -> str | None:
+    """The checkpoint that a run goes on from, None for a fresh start.
+
+    Raises:
+        ValueError: If `output_dir` holds an earlier run that is not to be gone on with, or the named checkpoint is
+        none.
+    """
+    folder, wanted = Path(args.output_dir), args.resume_from_checkpoint
+    whole = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").exists()]
+    if wanted is None:
+        if any(folder.glob("checkpoint-*")) or (folder / "model").exists():
+            raise ValueError(
+                f"`output_dir` {str(folder)!r} holds an earlier run: set `resume_from_checkpoint` to last to go on "
+                "with it, or name another folder."
+            )
+        return None
+    if wanted == "last":  # the newest whole one: a run may have been stopped while it wrote
+        return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
+    if not (Path(wanted) / "trainer_state.json").exists():
+        raise ValueError(f"`resume_from_checkpoint` {wanted!r} is no checkpoint of a run; 'last' finds the newest.")
+    return wanted
+
+
+def check_same_catalog(checkpoint: str, sids: SIDTable, catalog: np.ndarray) -> None:
+    """Raise a `ValueError` where a checkpoint was trained on other SIDs than these."""
+    with safe_open(Path(checkpoint) / "model.safetensors", "pt") as weights:
+        trained = weights.get_tensor("catalog_codes").numpy()
+    if not np.array_equal(trained, sids.codes[catalog]):
+        raise ValueError(
+            f"`resume_from_checkpoint` {checkpoint!r} was trained on other SIDs or another catalog than the options "
+            f"give: "
+            "go on with the options it was started with."
+        )
+
+
+def save_data_options(folder: Path, args: DecoTrainingArguments, split: Split) -> None:
+    """Write beside a model how its log was filtered and split."""
+    options = {name: getattr(args, name) for name in _DATA_OPTIONS}
+    write_json(folder / DATA_FILE, options | {"borders": None if split.borders is None else list(split.borders)})
+
+
+def check_data_options(checkpoint: str | Path, args: DecoTrainingArguments) -> None:
+    """Raise a `ValueError` where a checkpoint would be tested under another split than it was trained under.
+
+    Its training data could then hold the test targets. Checkpoints without the record pass.
+    """
+    path = Path(checkpoint) / DATA_FILE
+    if not path.is_file():
+        return
+    trained = json.loads(path.read_text(encoding="utf-8"))
+    for name in _DATA_OPTIONS:
+        if getattr(args, name) != trained[name]:
+            raise ValueError(
+                f"`{name}` is {getattr(args, name)!r}, but {str(checkpoint)!r} was trained with {trained[name]!r}: its "
+                "training data could hold the test targets. Set it to that."
+            )

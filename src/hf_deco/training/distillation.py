@@ -1,0 +1,149 @@
+"""Learning from a full-backbone model along the gold prefixes (Eq. 9, 10)."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+from transformers import AutoModel
+
+from ..models.modeling_sid import SIDRetrievalModel, TargetScores
+from .trainer import DecoTrainer
+
+OBJECTIVES = ("ce+kd", "kd")
+_SAMPLE = 512  # training sequences on which the two terms are weighed
+
+
+def distillation_loss(student: TargetScores, teacher: TargetScores, temperature: float = 1.0) -> torch.Tensor:
+    """`tau^2 sum_k KL(q_tau^k || p_tau^k)`, averaged over targets; both distributions over the children of gold
+    prefixes.
+
+    Under a copy pointer they are those of the whole mixture.
+
+    Args:
+        student ([`TargetScores`]): Scores of the model that learns.
+        teacher ([`TargetScores`]): Scores of the frozen model, for the same targets and catalog.
+        temperature (`float`, *optional*, defaults to 1.0): Softens both distributions.
+
+    Raises:
+        ValueError: If the two did not score the same levels of the same targets.
+    """
+    if [len(scores.rows) for scores in student.levels] != [len(scores.rows) for scores in teacher.levels]:
+        raise ValueError("The teacher scored other targets than the student: their catalogs differ.")
+    total = torch.zeros((), device=student.targets.codes.device)
+    for scores, learned, taught in zip(
+        student.levels, student.level_log_probs(), teacher.level_log_probs(), strict=True
+    ):
+        log_p, log_q = scores.normalized(learned / temperature), scores.normalized(taught / temperature)
+        total = total + (log_q.exp() * (log_q - log_p)).sum()
+    return temperature**2 * total / len(student.targets)
+
+
+def load_teacher(path: str | os.PathLike, student: SIDRetrievalModel) -> SIDRetrievalModel:
+    """Open a checkpoint as a frozen teacher, in evaluation mode.
+
+    Raises:
+        ValueError: If its SIDs or its catalog are not the student's, or it reads shorter histories.
+    """
+    teacher = AutoModel.from_pretrained(path)
+    if not isinstance(teacher, SIDRetrievalModel):
+        raise ValueError(
+            f"`teacher` {str(path)!r} is a {type(teacher).__name__}, not a model that scores semantic IDs."
+        )
+    ours, theirs = student.config, teacher.config
+    if theirs.codebook_sizes != ours.codebook_sizes:
+        raise ValueError(
+            f"`teacher` {str(path)!r} has SIDs of {theirs.codebook_sizes} codes, the student of {ours.codebook_sizes}: "
+            "train both on one SID table."
+        )
+    if not torch.equal(teacher.catalog_codes.cpu(), student.catalog_codes.cpu()):
+        raise ValueError(
+            f"`teacher` {str(path)!r} carries another catalog ({theirs.num_items} items, the student "
+            f"{ours.num_items}): train both on one SID table and one split."
+        )
+    if theirs.max_history_length < ours.max_history_length:
+        raise ValueError(
+            f"`teacher` {str(path)!r} reads {theirs.max_history_length} items of a history, fewer than the student's "
+            f"`max_history_length` ({ours.max_history_length})."
+        )
+    return teacher.requires_grad_(False).eval()
+
+
+def init_from_teacher(student: SIDRetrievalModel, teacher: SIDRetrievalModel) -> None:
+    """Start the student's backbone and history tokens from the teacher's.
+
+    Raises:
+        ValueError: If they are not of one shape.
+    """
+    for name in ("fuser", "backbone"):
+        mine, theirs = getattr(student, name), getattr(teacher, name).state_dict()
+        if {key: value.shape for key, value in mine.state_dict().items()} != {
+            key: value.shape for key, value in theirs.items()
+        }:
+            raise ValueError(
+                f"`init_from_teacher` needs one shape of `{name}`: choose the teacher's backbone and history format."
+            )
+        mine.load_state_dict(theirs)
+    student.start_state.data.copy_(teacher.start_state.data)
+
+
+class DistillationTrainer(DecoTrainer):
+    """Trains on `w_ce CE + w_kd KD`.
+
+    The weights are fixed before the first step, `w_ce = 1 / (3 mean_ce)` and `w_kd = 2 / (3 mean_kd)`, the means being
+    what the untrained student gives on a fixed sample; they are kept in the model's configuration (`distillation`).
+
+    Args:
+        teacher ([`SIDRetrievalModel`]): Frozen model, see [`load_teacher`].
+        temperature (`float`, *optional*, defaults to 1.0): Temperature `tau`.
+        objective (`str`, *optional*, defaults to `"ce+kd"`): `"kd"` leaves the observed items out.
+        kwargs: Arguments of [`DecoTrainer`].
+    """
+
+    def __init__(self, *args, teacher: SIDRetrievalModel, temperature: float = 1.0, objective: str = "ce+kd", **kwargs):
+        super().__init__(*args, **kwargs)
+        if temperature <= 0:
+            raise ValueError(f"`temperature` must be positive, got {temperature}.")
+        if objective not in OBJECTIVES:
+            raise ValueError(f"`objective` must be one of {', '.join(OBJECTIVES)}, got {objective!r}.")
+        self.teacher, self.temperature = teacher.to(self.args.device), temperature
+        ce, kd = self._initial_terms(self.train_dataset)
+        self.weights = {"ce": 1 / (3 * ce) if objective == "ce+kd" else 0.0, "kd": 2 / (3 * kd)}
+        self.model.config.distillation = {
+            "temperature": temperature,
+            "ce_weight": self.weights["ce"],
+            "kd_weight": self.weights["kd"],
+        }
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """`w_ce CE + w_kd KD` of a batch."""
+        output = model(**inputs, return_target_scores=True)
+        ce, kd = output.loss, self._distill(output.target_scores, inputs)
+        loss = self.weights["ce"] * ce + self.weights["kd"] * kd
+        return (loss, output) if return_outputs else loss
+
+    def _distill(self, student: TargetScores, inputs: dict) -> torch.Tensor:
+        with torch.no_grad():
+            taught = self.teacher.score_targets(**inputs)
+        return distillation_loss(student, taught, self.temperature)
+
+    @torch.no_grad()
+    def _initial_terms(self, dataset: Dataset) -> tuple[float, float]:
+        """Mean of both terms over the first sequences, the student untrained and without dropout."""
+        sample = Subset(dataset, range(min(_SAMPLE, len(dataset))))
+        training, sums, count = self.model.training, torch.zeros(2), 0
+        self.model.eval()
+        for batch in DataLoader(sample, batch_size=64, collate_fn=self.data_collator):
+            batch = self._prepare_inputs(batch)
+            with self.compute_loss_context_manager():
+                scores = self.model.score_targets(**batch)
+                ce = -scores.log_likelihood().mean()
+                kd = self._distill(scores, batch)
+            sums += torch.stack([ce, kd]).float().cpu() * len(scores.targets)
+            count += len(scores.targets)
+        self.model.train(training)
+        ce, kd = (sums / count).tolist()
+        if kd <= 0:
+            raise ValueError("The untrained student already equals the teacher: there is nothing to distill.")
+        return ce, kd
