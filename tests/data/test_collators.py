@@ -114,11 +114,15 @@ def test_windows_through_the_collator_reach_every_transition_as_input_and_label(
     assert batch["item_codes"].shape == (3, 4, 2)
 
 
-def test_model_takes_both_kinds_of_batches(make_model):
-    model = make_model((5, 10), catalog=CODES)
+@pytest.mark.parametrize("history_format", ["fused", "flat"])
+@pytest.mark.parametrize("kind", ["deco", "backbone"])
+def test_models_take_both_kinds_of_batches(make_model, kind, history_format):
+    model = make_model((5, 10), catalog=CODES, kind=kind, history_format=history_format)
     training = SIDCollator(CODES)([{"items": np.array([0, 1, 2])}, {"items": np.array([4, 2])}])
     output = model(**training)
     assert output.num_targets.item() == 3 + 2 and output.loss.isfinite()
     held_out = SIDCollator(CODES)([{"items": np.array([0, 1]), "target": 3}])
     targets = held_out.pop("target_items")
-    assert model(**held_out).concepts.shape == (len(targets), 2, 12)
+    concepts = model(**held_out).concepts
+    assert concepts is None if kind == "backbone" else concepts.shape == (len(targets), 2, 12)
+    assert model.generate(**held_out, num_beams=5).shape == (5 * len(targets), 2)

@@ -152,7 +152,9 @@ def test_eager_attention_equals_sdpa(make_model, make_histories, make_sequences,
     assert_same(search(eager, *inputs, num_beams=7), search(sdpa, *inputs, num_beams=7))
     losses = [model(*batch).loss for model in (eager, sdpa)]
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-5)
-    gradients = [torch.autograd.grad(loss, model.fuser.parameters()) for loss, model in zip(losses, (eager, sdpa))]  # noqa: B905
+    gradients = [
+        torch.autograd.grad(loss, model.fuser.parameters()) for loss, model in zip(losses, (eager, sdpa), strict=True)
+    ]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
@@ -266,6 +268,31 @@ def test_attention_over_a_shared_history_equals_attention_over_copies_of_it(kv_h
             values = torch.cat([past_values[user, kv_head][mask[user]], value[row, kv_head]])
             expected = (keys @ query[row, head, 0] * 0.3).softmax(0) @ values
             torch.testing.assert_close(output[row, 0, head], expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("history_format", BACKBONES)
+def test_a_window_is_fine_as_long_as_the_history_fits_into_it(
+    make_model, make_reference, make_histories, history_format
+):
+    text_config = shape_of("mistral") | {"sliding_window": 12}
+    model = make_model(kind="backbone", history_format=history_format, text_config=text_config)
+    assert_search_equals_the_naive_one(model, make_reference(model), *make_histories(model, [3, 1]), [4, 5, 6])
+    with pytest.raises(ValueError, match=r"knows plain attention alone.*window \(12\) shorter than the history"):
+        model.generate(*make_histories(model, [14]), num_beams=3)
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": 3}])
+def test_attention_that_is_not_plain_is_refused_rather_than_ignored(extra):
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    shared = SharedHistory(cache, torch.ones((1, 3), dtype=torch.bool), torch.tensor([0, 0]))
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    rows = torch.zeros(2, 2, 1, 4)
+    shared_history_attention(module, rows, rows, rows, None, 1.0, shared_history=shared, sliding_window=4)
+    with pytest.raises(ValueError, match="knows plain attention alone, but Module caps"):
+        shared_history_attention(module, rows, rows, rows, None, 1.0, shared_history=shared, **extra)
 
 
 def test_beams_are_grouped_by_user_and_back():

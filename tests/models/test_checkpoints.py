@@ -5,7 +5,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from hf_deco import DecoForSIDRetrieval, SIDGenerationConfig
+from hf_deco import BackboneForSIDRetrieval, DecoForSIDRetrieval, SIDGenerationConfig
+
+VARIANTS = [
+    {"kind": kind, "history_format": history_format, "copy_pointer": copy_pointer}
+    for kind in ("deco", "backbone")
+    for history_format in ("fused", "flat")
+    for copy_pointer in (False, True)
+]
 
 
 def assert_same_state(model, expected):
@@ -22,13 +29,14 @@ def assert_same_results(model, expected, inputs):
     ours, theirs = model.generate(*inputs, **options), expected.generate(*inputs, **options)
     assert torch.equal(ours.sequences, theirs.sequences)
     assert torch.equal(ours.item_rows, theirs.item_rows)
-    assert torch.equal(ours.sequences_scores, theirs.sequences_scores)
+    # Weights are equal bit by bit; how they lie in memory may still decide in which order they are summed.
+    torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, rtol=0, atol=1e-6)
 
 
 def cast(model, dtype):
     """The model in another dtype, rotary frequencies in float32 as in every model that transformers builds."""
     model.to(dtype)
-    for transformer in (model.backbone, model.decoder.transformer):
+    for transformer in [module for module in model.modules() if hasattr(module, "rotary_emb")]:
         rotary = transformer.rotary_emb
         rotary.inv_freq = rotary.compute_default_rope_parameters(transformer.config)[0]
     return model
@@ -44,6 +52,64 @@ def test_checkpoint_comes_back_exactly(make_model, make_histories, tmp_path, dty
     assert_same_results(loaded, model, make_histories(model, [3, 0, 2]))
     assert loaded.config.to_dict()["num_items"] == 30
     assert loaded.config.codebook_sizes == (5, 4, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS[1:])
+def test_checkpoint_of_every_kind_comes_back_exactly_by_its_class_and_by_automodel(
+    make_model, make_histories, tmp_path, variant, dtype
+):
+    model = cast(make_model(dropout=0.1, **variant), dtype)
+    model.save_pretrained(tmp_path)
+    expected_class = DecoForSIDRetrieval if variant["kind"] == "deco" else BackboneForSIDRetrieval
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [expected_class.__name__]
+    for loader in (expected_class, AutoModel):
+        loaded = loader.from_pretrained(tmp_path)
+        assert type(loaded) is expected_class and not loaded.training and loaded.dtype == dtype
+        assert (loaded.pointer is not None) == variant["copy_pointer"]
+        assert loaded.config.history_format == variant["history_format"]
+        assert_same_state(loaded, model)
+        assert_same_results(loaded, model, make_histories(model, [3, 0, 2]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS[4:])
+def test_loaded_full_backbone_trains_like_the_saved_one(make_model, make_sequences, tmp_path, variant):
+    model = make_model(**variant)
+    model.save_pretrained(tmp_path)
+    loaded = BackboneForSIDRetrieval.from_pretrained(tmp_path)
+    losses = [m(*make_sequences(model, [3, 2])).loss for m in (model, loaded)]
+    assert losses[0].item() == losses[1].item()
+
+
+@pytest.mark.parametrize(("saved", "opened"), [(False, True), (True, False)])
+def test_a_checkpoint_and_a_configuration_that_differ_in_the_pointer_do_not_go_together(
+    make_model, tmp_path, saved, opened
+):
+    make_model(copy_pointer=saved).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"copy_pointer": opened}))
+    if opened:
+        with pytest.raises(ValueError, match=r"lacks 4 tensors of the model, such as \['pointer.gate_proj.bias'"):
+            DecoForSIDRetrieval.from_pretrained(tmp_path)
+    else:  # the generator alone is a model too; transformers reports what it leaves out
+        _, info = DecoForSIDRetrieval.from_pretrained(tmp_path, output_loading_info=True)
+        assert len(info["unexpected_keys"]) == 4
+
+
+@pytest.mark.parametrize(("saved", "opened"), [("fused", "flat"), ("flat", "fused")])
+@pytest.mark.parametrize("kind", ["deco", "backbone"])
+def test_a_checkpoint_of_the_other_history_format_is_refused(make_model, tmp_path, kind, saved, opened):
+    make_model(kind=kind, history_format=saved).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"history_format": opened}))
+    with pytest.raises(ValueError, match="lacks|does not fit"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused(make_model, tmp_path):
+    make_model(kind="backbone").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="lacks .* tensors of the model"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])

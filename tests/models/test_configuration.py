@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, Qwen2Config
 
-from hf_deco import DecoConfig
+from hf_deco import BackboneConfig, DecoConfig
 
 
 def test_defaults_are_the_large_backbone_and_a_light_decoder():
@@ -60,6 +60,8 @@ def test_configuration_survives_json(tmp_path, codebook_size):
         num_codebooks=3,
         codebook_size=codebook_size,
         num_concepts=5,
+        history_format="flat",
+        copy_pointer=True,
         code_embedding_size=7,
         max_history_length=9,
         normalize_over="vocabulary",
@@ -75,7 +77,7 @@ def test_configuration_survives_json(tmp_path, codebook_size):
     assert other.codebook_sizes == config.codebook_sizes == ((16,) * 3 if codebook_size == 16 else (16, 8, 4))
     for name in (
         "num_codebooks", "num_concepts", "code_embedding_size", "max_history_length", "normalize_over", "dropout",
-        "decoder_dropout", "num_items", "initializer_range",
+        "decoder_dropout", "num_items", "initializer_range", "history_format", "copy_pointer",
     ):  # fmt: skip
         assert getattr(other, name) == getattr(config, name), name
     assert json.loads(other.to_json_string()) == json.loads(config.to_json_string())
@@ -94,6 +96,10 @@ def test_configuration_survives_json(tmp_path, codebook_size):
         ({"codebook_size": 0}, "`codebook_size` must be positive, got 0"),
         ({"codebook_size": [8, 0, 8, 8]}, "`codebook_size` must be positive"),
         ({"normalize_over": "items"}, "`normalize_over` must be one of children, vocabulary, got 'items'"),
+        ({"history_format": "items"}, "`history_format` must be one of fused, flat, got 'items'"),
+        ({"history_format": None}, "history_format"),
+        ({"copy_pointer": "yes"}, "copy_pointer"),
+        ({"copy_pointer": 1}, "copy_pointer"),
         ({"dropout": 1.0}, r"`dropout` must lie in \[0, 1\), got 1.0"),
         ({"dropout": -0.1}, r"`dropout` must lie in \[0, 1\), got -0.1"),
         ({"decoder_dropout": 1}, r"`decoder_dropout` must lie in \[0, 1\), got 1"),
@@ -107,6 +113,31 @@ def test_configuration_survives_json(tmp_path, codebook_size):
 def test_values_that_make_no_model_are_refused(arguments, message):
     with pytest.raises(StrictDataclassError, match=message):
         DecoConfig(**arguments)
+    if not arguments.keys() & {"num_concepts", "decoder_dropout"}:
+        with pytest.raises(StrictDataclassError, match=message):
+            BackboneConfig(**arguments)
+
+
+@pytest.mark.parametrize("config_class", [DecoConfig, BackboneConfig])
+def test_history_is_fused_and_not_copied_from_by_default(config_class):
+    config = config_class()
+    assert (config.history_format, config.copy_pointer, config.tokens_per_item) == ("fused", False, 1)
+    assert config_class(history_format="flat", num_codebooks=3).tokens_per_item == 3
+
+
+def test_a_full_backbone_has_the_shared_options_alone(tmp_path):
+    config = BackboneConfig.from_preset(
+        "S", num_codebooks=3, codebook_size=[16, 8, 4], history_format="flat", copy_pointer=True, num_items=7,
+        normalize_over="vocabulary", max_history_length=9, code_embedding_size=5, initializer_range=0.5,
+    )  # fmt: skip
+    assert (config.text_config.hidden_size, config.dropout, config.model_type) == (128, 0.3, "sid_backbone")
+    config.save_pretrained(tmp_path)
+    other = BackboneConfig.from_pretrained(tmp_path)
+    assert other.to_dict() == config.to_dict() and "decoder_config" not in other.to_dict()
+    assert (other.codebook_sizes, other.history_format, other.copy_pointer) == ((16, 8, 4), "flat", True)
+    assert BackboneConfig().text_config.hidden_size == 640
+    with pytest.raises(ValueError, match="`size` must be one of S, M, L, got 'XL'"):
+        BackboneConfig.from_preset("XL")
 
 
 def test_values_at_their_limits_are_fine():

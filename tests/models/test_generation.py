@@ -372,7 +372,8 @@ def test_nan_weights_never_produce_an_invalid_sid(make_model, make_histories, no
     output = search(model, *make_histories(model, [2, 0, 3]), num_beams=9, skip_forced_levels=skip)
     assert output.sequences.shape == (27, 3)
     catalog = model.catalog_codes.tolist()
-    for sid, score, row in zip(*map(torch.Tensor.tolist, vars(output).values()), strict=True):
+    rows = (output.sequences.tolist(), output.sequences_scores.tolist(), output.item_rows.tolist())
+    for sid, score, row in zip(*rows, strict=True):
         assert (sid == [-1] * 3 and row == -1 and score == -math.inf) or (catalog[row] == sid and math.isfinite(score))
 
 

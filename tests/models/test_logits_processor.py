@@ -101,3 +101,38 @@ def test_stock_beam_search_with_it_ranks_the_catalog_like_brute_force(codes, ran
         expected = torch.tensor([score for score, _ in scored])
         torch.testing.assert_close(output.sequences_scores[rows], expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(expected.exp().sum(), torch.tensor(1.0), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_beams", [30, 7, 3])
+def test_stock_generate_with_it_finds_what_a_flat_full_backbone_finds(make_model, make_histories, num_beams):
+    sizes, offsets = (5, 4, 6), [0, 5, 9]
+    ours = make_model(sizes, 30, kind="backbone", history_format="flat", seed=2)
+    shape = ours.backbone.config.to_dict() | {"vocab_size": sum(sizes), "tie_word_embeddings": False}
+    shape |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+    stock = Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
+    weights = {f"model.{name}": tensor for name, tensor in ours.backbone.state_dict().items()}
+    weights["model.embed_tokens.weight"] = torch.cat([table.weight for table in ours.fuser.tables])
+    weights["lm_head.weight"] = torch.cat([head.weight for head in ours.heads])
+    stock.load_state_dict(weights)
+
+    item_codes, mask = make_histories(ours, [4, 2, 1])
+    expected = ours.generate(
+        item_codes, mask, num_beams=num_beams, num_return_sequences=num_beams, return_dict_in_generate=True
+    )
+    prompts, prompt_length = (item_codes + torch.tensor(offsets)).flatten(1), 12
+    output = stock.generate(
+        prompts,
+        attention_mask=mask.repeat_interleave(3, 1),
+        logits_processor=LogitsProcessorList([TrieLogitsProcessor(ours.trie, prompt_length, offsets)]),
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
+        max_new_tokens=3,
+        do_sample=False,
+        renormalize_logits=True,
+        length_penalty=0.0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert (output.sequences[:, prompt_length:] - torch.tensor(offsets)).tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(output.sequences_scores, expected.sequences_scores, rtol=0, atol=1e-5)

@@ -55,6 +55,8 @@ def test_mixture_equals_its_closed_form_item_by_item(
         make_twin(model, kind, (4, 3, 5), 25, normalize_over=normalize_over), item_codes, mask, **options
     )
     copies = model.encode(item_codes, mask).copies
+    torch.testing.assert_close(mixture.gates, copies.gate)
+    assert mixture.gates.shape == (4,) and generator.gates is None
     for user in range(4):
         p, P = scores_by_sid(generator, user, 25), scores_by_sid(mixture, user, 25)
         assert len(p) == len(P) == 25

@@ -40,6 +40,13 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path):
         parse_arguments([str(path)])
 
 
+def test_a_file_that_is_no_yaml_is_named(tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("seed: [1\n")
+    with pytest.raises(ValueError, match="options.yaml' is no YAML"):
+        parse_arguments([str(path)])
+
+
 def test_a_missing_file_is_an_error():
     with pytest.raises(FileNotFoundError, match="nowhere.yaml"):
         parse_arguments(["nowhere.yaml"])

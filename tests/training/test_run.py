@@ -9,11 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoProcessor
 
-from hf_deco.training.arguments import DecoTrainingArguments
-from hf_deco.training.run import evaluate, train
+from hf_deco.items.sid_table import SIDTable
+from hf_deco.training import DecoTrainingArguments, evaluate, train
+from hf_deco.training.checkpoints import find_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,110 @@ def test_a_given_sid_table_is_used(finished, options, tmp_path):
     assert not (tmp_path / "sids").exists()
 
 
+STEPWISE = {
+    "eval_strategy": "steps",
+    "save_strategy": "steps",
+    "eval_steps": 1,
+    "save_steps": 1,
+    "logging_steps": 1,
+    "save_total_limit": None,
+}
+
+
+def test_a_resumed_run_has_the_patience_that_was_left(options, tmp_path):
+    # A learning rate of nothing: no validation is better than the first, so patience alone decides.
+    chosen = options | STEPWISE | {"learning_rate": 1e-12, "early_stopping_patience": 3, "max_steps": 20}
+    train(DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "whole")})))
+    assert sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))[-1] == "checkpoint-4"
+    for step in (1, 2, 3):  # what is there when the run is stopped after three steps
+        shutil.copytree(tmp_path / f"whole/checkpoint-{step}", tmp_path / f"resumed/checkpoint-{step}")
+    again = chosen | {"output_dir": str(tmp_path / "resumed"), "resume_from_checkpoint": "last"}
+    train(DecoTrainingArguments(**again))
+    assert sorted(path.name for path in (tmp_path / "resumed").glob("checkpoint-*"))[-1] == "checkpoint-4"
+
+
+def test_an_earlier_run_is_not_overwritten(options, tmp_path):
+    chosen = options | {"output_dir": str(tmp_path), "max_steps": 1}
+    train(DecoTrainingArguments(**chosen))
+    before = (tmp_path / "sids/sids.safetensors").read_bytes(), (tmp_path / "model/model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="`output_dir` .* holds an earlier run: set `resume_from_checkpoint` to last"):
+        train(DecoTrainingArguments(**(chosen | {"seed": 5})))
+    assert before == (
+        (tmp_path / "sids/sids.safetensors").read_bytes(),
+        (tmp_path / "model/model.safetensors").read_bytes(),
+    )
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(options, tmp_path):
+    chosen = options | STEPWISE | {"output_dir": str(tmp_path), "max_steps": 3}
+    train(DecoTrainingArguments(**chosen))
+    (tmp_path / "checkpoint-3/trainer_state.json").unlink()  # stopped while it was written
+    assert find_checkpoint(DecoTrainingArguments(**(chosen | {"resume_from_checkpoint": "last"}))).endswith(
+        "checkpoint-2"
+    )
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` .*checkpoint-3' is no checkpoint of a run"):
+        named = {"resume_from_checkpoint": str(tmp_path / "checkpoint-3")}
+        find_checkpoint(DecoTrainingArguments(**(chosen | named)))
+
+
+def test_a_run_does_not_go_on_with_other_sids(options, tmp_path):
+    chosen = options | {"output_dir": str(tmp_path), "max_steps": 2}
+    train(DecoTrainingArguments(**chosen))
+    table = (tmp_path / "sids/sids.safetensors").read_bytes()
+    other = SIDTable.load(tmp_path / "sids")
+    SIDTable(other.item_ids, other.codes[::-1], other.codebook_sizes, other.codebooks).save(tmp_path / "other")
+    again = chosen | {"resume_from_checkpoint": "last", "sids": str(tmp_path / "other")}
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` .* was trained on other SIDs"):
+        train(DecoTrainingArguments(**again))
+    assert (tmp_path / "sids/sids.safetensors").read_bytes() == table
+
+
+def test_going_on_uses_the_sids_of_the_run_even_if_embeddings_changed(options, tmp_path):
+    chosen = options | STEPWISE | {"output_dir": str(tmp_path / "run"), "max_steps": 4}
+    chosen |= {"load_best_model_at_end": False}
+    first = train(DecoTrainingArguments(**chosen))
+    for name in ("checkpoint-3", "checkpoint-4", "model"):  # stopped after two steps
+        shutil.rmtree(tmp_path / "run" / name)
+    (tmp_path / "run/metrics.json").unlink()
+    table = (tmp_path / "run/sids/sids.safetensors").read_bytes()
+    np.save(tmp_path / "other.npy", np.random.default_rng(1).standard_normal((40, 6)).astype(np.float32))
+    again = chosen | {"resume_from_checkpoint": "last", "embeddings": str(tmp_path / "other.npy")}
+    second = train(DecoTrainingArguments(**again))
+    assert (tmp_path / "run/sids/sids.safetensors").read_bytes() == table
+    assert second["deco_ce"] == first["deco_ce"]
+
+
+def test_a_finished_run_is_left_as_it_is(finished):
+    folder, chosen, metrics = finished
+    before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
+    assert train(DecoTrainingArguments(**(chosen | {"resume_from_checkpoint": "last"}))) == metrics
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
+
+
+def test_a_checkpoint_is_not_tested_under_another_split_than_it_was_trained_under(finished, tmp_path):
+    folder, chosen, _ = finished
+    changed = chosen | {"protocol": "leave_one_out", "output_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match="`protocol` is 'leave_one_out', but .* was trained with 'temporal'"):
+        evaluate(DecoTrainingArguments(**changed), folder / "run/model")
+
+
+def test_grouping_by_length_trains_on_everything_and_leaves_tests_in_order(finished, options, tmp_path):
+    folder, chosen, metrics = finished
+    grouped = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 8, "max_steps": 12}
+    train(DecoTrainingArguments(**(options | grouped | {"output_dir": str(tmp_path / "run")})))
+    args = DecoTrainingArguments(**(chosen | grouped | {"output_dir": str(tmp_path / "again")}))
+    assert evaluate(args, folder / "run/model")["deco_ce"] == pytest.approx(metrics["deco_ce"], abs=1e-6)
+
+
+def test_a_pointer_reports_its_gate(options, tmp_path):
+    chosen = options | {"copy_pointer": True, "max_steps": 3, "output_dir": str(tmp_path)}
+    for search_in in ("decoder", "backbone"):
+        args = DecoTrainingArguments(**(chosen | {"search_in": search_in, "output_dir": str(tmp_path / search_in)}))
+        metrics = train(args)[args.system]
+        assert 0 < metrics["gate/mean"] < 1
+    assert AutoModel.from_pretrained(tmp_path / "decoder/model").config.copy_pointer
+
+
 def _broken(options, tmp_path, **changes):
     return DecoTrainingArguments(**(options | {"output_dir": str(tmp_path / "run")} | changes))
 
@@ -172,21 +278,33 @@ def test_bad_input_is_refused_before_anything_is_written(options, tmp_path):
     embeddings = np.load(options["embeddings"])
     np.save(tmp_path / "short.npy", embeddings[:-1])
     np.save(tmp_path / "nan.npy", np.where(np.arange(40)[:, None] == 7, np.nan, embeddings))
+    (tmp_path / "text.npy").write_text("1 2 3")
+    (tmp_path / "rows.json").write_text("{broken")
     log = pd.read_parquet(options["interactions"])
     log.assign(item_id="ghost").to_parquet(tmp_path / "ghosts.parquet")
     log.head(1).to_parquet(tmp_path / "tiny.parquet")
+    log.groupby("user_id").head(3).to_parquet(tmp_path / "threes.parquet")
     cases = [
         ({"interactions": None}, "`interactions` is not set"),
         ({"interactions": str(tmp_path / "none.parquet")}, "none.parquet"),
         ({"user_column": "shopper"}, "shopper"),
         ({"embeddings": str(tmp_path / "short.npy")}, "40"),
         ({"embeddings": str(tmp_path / "nan.npy")}, "7"),
-        ({"codebook_sizes": [64, 8]}, "codebook_sizes"),
+        ({"embeddings": str(tmp_path / "text.npy")}, "`embeddings` .* is no .npy file of one array"),
+        ({"embeddings": str(tmp_path / "absent.npy")}, "`embeddings` is .*, and there is no such file"),
+        ({"codebook_sizes": [64, 8], "embeddings": None}, r"`codebook_sizes` \[64, 8\] do not suit 40 items"),
+        ({"codebook_sizes": [3, 3], "embeddings": None}, r"`codebook_sizes` \[3, 3\] do not suit 40 items"),
+        ({"sids": str(tmp_path / "nowhere"), "embeddings": None}, "nowhere"),
+        ({"dropout": 1.5, "embeddings": None}, "`dropout` must lie in"),
+        ({"num_concepts": 0, "embeddings": None}, "`num_concepts` must be at least 1"),
+        ({"results_file": str(tmp_path / "rows.json"), "embeddings": None}, "`results_file` .* is no JSON"),
         ({"interactions": str(tmp_path / "ghosts.parquet")}, "ghost"),
         ({"interactions": str(tmp_path / "tiny.parquet")}, "split|test|train"),
+        ({"interactions": str(tmp_path / "threes.parquet"), "protocol": "leave_one_out"}, "nothing to learn from"),
+        ({"resume_from_checkpoint": str(tmp_path / "nowhere")}, "`resume_from_checkpoint` .* is no checkpoint"),
     ]
     for changes, message in cases:
-        with pytest.raises((ValueError, OSError), match=message):
+        with pytest.raises((ValueError, OSError, StrictDataclassError), match=message):
             train(_broken(options, tmp_path, **changes))
         assert not (tmp_path / "run").exists(), changes
 
@@ -200,6 +318,14 @@ def test_bad_input_is_refused_before_anything_is_written(options, tmp_path):
         ({"validation_beams": 5}, "`validation_beams` must be at least 10"),
         ({"decoder_width": 100}, "`decoder_width` must be a positive multiple of 64"),
         ({"normalize_over": "all"}, "`normalize_over` must be one of"),
+        ({"cutoffs": [0, 20]}, r"`cutoffs` must be a list of positive integers, got \[0, 20\]"),
+        ({"cutoffs": []}, "`cutoffs` must be a list of positive integers"),
+        ({"cutoffs": 10}, "`cutoffs` must be a list of positive integers, got 10"),
+        ({"codebook_sizes": [8, 2.5]}, "`codebook_sizes` must be a list of positive integers"),
+        ({"text_columns": "text"}, "`text_columns` must be a list of column names, got 'text'"),
+        ({"decoder_layers": 0}, "`decoder_layers` must be at least 1, got 0"),
+        ({"early_stopping_patience": -1}, "`early_stopping_patience` must be at least 0"),
+        ({"validation_examples": -5}, "`validation_examples` must be at least 0"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_once(options, tmp_path, changes, message):

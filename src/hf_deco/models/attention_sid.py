@@ -65,7 +65,18 @@ def shared_history_attention(
 
     Returns:
         Outputs `(R, 1, H, d)`, and None in place of the weights.
+
+    Raises:
+        ValueError: If the layer wants an attention that this is not: score capping, sinks, or a window shorter than the
+            history.
     """
+    window = kwargs.get("sliding_window")
+    too_long = window is not None and shared_history.mask.shape[1] + key.shape[2] > window
+    if too_long or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError(
+            f"The search of a full backbone knows plain attention alone, but {type(module).__name__} caps its scores, "
+            f"has sinks, or has a window ({window}) shorter than the history: use another backbone, or a light decoder."
+        )
     layer = shared_history.cache.layers[module.layer_idx]
     repeats = query.shape[1] // key.shape[1]
     past_keys, past_values = (part.repeat_interleave(repeats, 1) for part in (layer.keys, layer.values))

@@ -52,7 +52,7 @@ class BackboneScorer:
         self.model = model
         per_item = model.config.tokens_per_item
         self.mask = mask.repeat_interleave(per_item, 1)
-        self.history = DynamicCache(config=model.backbone.config)
+        self.history = DynamicCache()  # without a configuration: a sliding window would drop the oldest items
         output = model.backbone(
             inputs_embeds=model._tokens(item_codes), attention_mask=self.mask, cache=self.history, use_cache=True
         )

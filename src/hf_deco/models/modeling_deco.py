@@ -77,7 +77,9 @@ class CodeDecoder(nn.Module):
                     chosen = targets.branching[piece_rows, level]
                     rows.append(piece_rows[chosen])
                     states.append(piece_states[chosen, level])
-            levels.append((torch.cat(rows), torch.cat(states)))
+            rows, states = torch.cat(rows), torch.cat(states)
+            order = rows.argsort()  # as every other model has them: a teacher's scores are compared one by one
+            levels.append((rows[order], states[order]))
         return levels
 
 

@@ -29,8 +29,9 @@ def distillation_loss(student: TargetScores, teacher: TargetScores, temperature:
     Raises:
         ValueError: If the two did not score the same levels of the same targets.
     """
-    if [len(scores.rows) for scores in student.levels] != [len(scores.rows) for scores in teacher.levels]:
-        raise ValueError("The teacher scored other targets than the student: their catalogs differ.")
+    same = len(student.levels) == len(teacher.levels)
+    if not same or not all(torch.equal(a.rows, b.rows) for a, b in zip(student.levels, teacher.levels, strict=True)):
+        raise ValueError("The teacher scored other targets than the student: their catalogs or options differ.")
     total = torch.zeros((), device=student.targets.codes.device)
     for scores, learned, taught in zip(
         student.levels, student.level_log_probs(), teacher.level_log_probs(), strict=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from transformers import AutoModel, EarlyStoppingCallback, set_seed
+from transformers.utils import logging
 
 from ..data.collators import SequenceWindows, SIDCollator
 from ..data.sequences import Examples
@@ -35,13 +37,17 @@ from .results import add_result_rows, read_rows, write_json
 from .trainer import DecoTrainer
 
 
+logger = logging.get_logger(__name__)
+
+
 def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
     """Train a model, test it beside the untrained floors, and write the run's folder.
 
     `output_dir` ends with `model/` (the checkpoint that `AutoModel` and `AutoProcessor` open), `metrics.json` (one
     object per system), `training.png`, the resumable `checkpoint-*`, and what was made of the items:
     `item_embeddings.npy` and `sids/`, unless they were given. Set `resume_from_checkpoint` to `"last"` to go on where a
-    run of this folder stopped, or to begin where there is nothing yet.
+    run of this folder stopped, or to begin where there is nothing yet; a finished run is
+    left as it is.
 
     Args:
         args ([`DecoTrainingArguments`]): All options.
@@ -52,7 +58,10 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
     Raises:
         ValueError: For options, files or data that no run could use; before anything is written.
     """
-    started = time.time()
+    started, folder = time.time(), Path(args.output_dir)
+    if args.resume_from_checkpoint == "last" and (folder / "metrics.json").exists():
+        logger.warning(f"{folder} holds a finished run: its metrics are returned, nothing is trained.")
+        return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     set_seed(args.seed)
     checkpoint = find_checkpoint(args)
     items, split = prepare_log(args)
@@ -66,8 +75,6 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
     model, processor = build_model(args, sids, split.catalog)
     trainer = _make_trainer(args, model, sids, split, validation)
     trainer.train(resume_from_checkpoint=checkpoint)
-
-    folder = Path(args.output_dir)
     if trainer.is_world_process_zero():
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "model")
         processor.save_pretrained(folder / "model")
