@@ -36,7 +36,6 @@ from .preparation import (
 from .results import add_result_rows, read_rows, write_json
 from .trainer import DecoTrainer
 
-
 logger = logging.get_logger(__name__)
 
 
