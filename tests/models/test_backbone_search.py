@@ -357,3 +357,16 @@ def test_a_full_backbone_serves_no_users_single_sids_and_swapped_catalogs(
     output = search(model, *inputs, num_beams=2)
     assert output.sequences.tolist() == [codes[0].tolist(), [-1] * 3] * 2
     assert output.sequences_scores.tolist() == [0.0, -torch.inf] * 2
+
+
+@pytest.mark.parametrize("history_format", ["fused", "flat"])
+def test_the_search_runs_under_autocast(make_model, make_histories, history_format):
+    model = make_model(kind="backbone", history_format=history_format)
+    histories = make_histories(model, [3, 0, 5])
+    wide = {"num_beams": 30, "num_return_sequences": 30, "return_dict_in_generate": True}
+    expected = model.generate(*histories, **wide)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.generate(*histories, **wide)
+    exact, rough = (dict(zip(range(90), out.sequences_scores.tolist(), strict=True)) for out in (expected, found))
+    assert max(abs(exact[slot] - rough[slot]) for slot in exact) < 0.5
+    assert (found.item_rows.view(3, 30).sort().values == torch.arange(30)).all()

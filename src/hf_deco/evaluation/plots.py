@@ -29,3 +29,25 @@ def plot_training(log_history: list[dict], path: str | Path) -> None:
     left.grid(alpha=0.3)
     left.legend(handles=lines, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     figure.savefig(path, dpi=130, format="png")
+
+
+def plot_tradeoff(points: dict[str, tuple[float, float]], path: str | Path) -> None:
+    """Draw systems in the plane of throughput and accuracy.
+
+    Args:
+        points (`dict[str, tuple[float, float]]`): Users per second and NDCG@10 of every system.
+        path (`str` or `Path`): PNG file to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    axis.set(xlabel="users per second", ylabel="NDCG@10", xscale="log")
+    for system, (speed, accuracy) in points.items():
+        axis.scatter(speed, accuracy, s=36)
+        axis.annotate(system, (speed, accuracy), textcoords="offset points", xytext=(6, 4))
+    axis.margins(0.15)
+    axis.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=130, format="png")

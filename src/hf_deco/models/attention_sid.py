@@ -83,7 +83,7 @@ def shared_history_attention(
     key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
 
     past_scores = shared_history.group(query.squeeze(2)) @ past_keys.transpose(2, 3)  # (U, H, width, T)
-    past_scores = past_scores.masked_fill(~shared_history.mask[:, None, None], torch.finfo(query.dtype).min)
+    past_scores = past_scores.masked_fill(~shared_history.mask[:, None, None], torch.finfo(past_scores.dtype).min)
     past_length = past_scores.shape[-1]
     scores = torch.cat([shared_history.ungroup(past_scores), (query @ key.transpose(2, 3)).squeeze(2)], -1)
     weights = (scores.float() * scaling).softmax(-1).to(query.dtype)  # (R, H, T + s)
