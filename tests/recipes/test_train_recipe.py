@@ -50,7 +50,16 @@ def test_two_processes_share_the_work_and_agree_with_one(options, tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes/configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_parses_and_begins_with_its_launch_line(path):
-    args = parse_arguments([str(path)])
-    assert args.output_dir.startswith("runs/")
+    options = yaml.safe_load(path.read_text())
+    program = "recipes/compare.py" if "study" in options else "recipes/train.py"
     first = path.read_text().splitlines()[0]
-    assert first.startswith("# ") and f"recipes/train.py recipes/configs/{path.name}" in first
+    assert first.startswith("# ") and f"{program} recipes/configs/{path.name}" in first
+    assert options["output_dir"].startswith("runs/")
+    if "study" not in options:
+        parse_arguments([str(path)])
+        return
+    systems = [run["system"] for run in options["runs"]]
+    for run in options["runs"]:
+        args = DecoTrainingArguments(**(options["options"] | run.get("options", {})), output_dir="runs/nowhere")
+        assert args.interactions == options["options"]["interactions"]
+        assert run.get("teacher") in {None, *systems}
