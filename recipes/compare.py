@@ -33,6 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 STUDY_KEYS = {"study", "output_dir", "seeds", "options", "runs", "paper", "speed"}
 RUN_KEYS = {"system", "options", "teacher", "seeds"}
 COLUMNS = ("ndcg@10", "recall@50", "recall@100", "repeat/ndcg@10", "new/ndcg@10", "head/ndcg@10", "tail/ndcg@10")
+COLUMNS += ("gate/mean", "gate/repeat", "gate/new", "gate/auc")
 
 
 def read_study(path: Path) -> dict:
@@ -51,15 +52,15 @@ def read_study(path: Path) -> dict:
     return study
 
 
-def shared_sids(study: dict) -> str:
-    """Folder of the SID table of all runs, built on the first call."""
-    folder = Path(study["output_dir"]) / "sids"
-    if not folder.exists():
+def shared_options(study: dict) -> dict:
+    """What all runs use: the SID table and the item embeddings, made on the first call."""
+    folder = Path(study["output_dir"])
+    if not (folder / "sids").exists():
         args = DecoTrainingArguments(**study["options"], output_dir=study["output_dir"], seed=study["seeds"][0])
         set_seed(args.seed)
-        items, split = prepare_log(args)
-        prepare_sids(args, items, split, prepare_embeddings(args, items))
-    return str(folder)
+        items, _, split = prepare_log(args)
+        prepare_sids(args, items, split, prepare_embeddings(args, items, resume=True))
+    return {"sids": str(folder / "sids"), "embeddings": str(folder / "item_embeddings.npy")} | study["options"]
 
 
 def run_folder(study: dict, system: str, seed: int) -> Path:
@@ -68,11 +69,11 @@ def run_folder(study: dict, system: str, seed: int) -> Path:
 
 def train_all(study: dict, results_file: Path) -> None:
     """Every run of every seed that is not finished yet, teachers before students."""
-    sids = shared_sids(study)
+    shared = shared_options(study)
     for run in study["runs"]:
         for seed in run.get("seeds", study["seeds"]):
             folder = run_folder(study, run["system"], seed)
-            options = study["options"] | run.get("options", {}) | {"seed": seed, "sids": sids, "system": run["system"]}
+            options = shared | run.get("options", {}) | {"seed": seed, "system": run["system"]}
             if run.get("teacher") is not None:
                 options["teacher"] = str(run_folder(study, run["teacher"], seed) / "model")
             print(f"== {run['system']}, seed {seed}: {folder}", flush=True)
@@ -89,7 +90,7 @@ def train_all(study: dict, results_file: Path) -> None:
 def measure_speed(study: dict, batch_size: int = 32, num_beams: int = 100, rounds: int = 7) -> list[dict]:
     """Whole retrieval of the same test users by every system, one batch each in turn, in a new order every round."""
     args = DecoTrainingArguments(**study["options"], output_dir=study["output_dir"])
-    _, split = prepare_log(args)
+    _, _, split = prepare_log(args)
     codes = SIDTable.load(Path(study["output_dir"]) / "sids").codes
     models, batches = {}, {}
     for run in study["runs"]:

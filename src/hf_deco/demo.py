@@ -119,7 +119,7 @@ def show_shopper(model_folder: Path, args) -> None:
     from .serving.recommender import Recommender
     from .training.preparation import prepare_log
 
-    items, split = prepare_log(args)
+    items, _, split = prepare_log(args)
     example = int(np.argmax(split.test.histories.lengths >= 10))  # the first shopper with a history to show
     history = items.item_ids[split.test.histories[example]].tolist()
     recommender = Recommender.from_pretrained(model_folder)

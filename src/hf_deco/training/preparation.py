@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..data.interactions import read_interactions
+from ..data.interactions import Interactions, read_interactions
 from ..data.items import ItemTable, read_items
 from ..data.splits import Split, leave_one_out_split, temporal_split
 from ..items.embedding import check_embeddings, embed_texts
@@ -23,7 +23,7 @@ from .arguments import DecoTrainingArguments
 SPLITS = {"temporal": temporal_split, "leave_one_out": leave_one_out_split}
 
 
-def prepare_log(args: DecoTrainingArguments) -> tuple[ItemTable, Split]:
+def prepare_log(args: DecoTrainingArguments) -> tuple[ItemTable, Interactions, Split]:
     """Read, filter and split the log, as the arguments say.
 
     Raises:
@@ -55,7 +55,7 @@ def prepare_log(args: DecoTrainingArguments) -> tuple[ItemTable, Split]:
             f"the log is too short: under the {args.protocol} split no user has two training events, so there is "
             "nothing to learn from; give a longer log."
         )
-    return items, split
+    return items, log, split
 
 
 def read_embeddings(path: str | Path, num_items: int) -> np.ndarray:

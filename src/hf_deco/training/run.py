@@ -18,6 +18,7 @@ from ..data.splits import Split
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.floors import floor_metrics
 from ..evaluation.plots import plot_training
+from ..items.quality import format_report
 from ..items.sid_table import SIDTable
 from ..models.modeling_sid import SIDRetrievalModel
 from ..models.processing_deco import DecoProcessor, check_pair
@@ -63,7 +64,8 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
         return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     set_seed(args.seed)
     checkpoint = find_checkpoint(args)
-    items, split = prepare_log(args)
+    items, log, split = prepare_log(args)
+    _say(args, "Log: {users:,} users, {items:,} items, {interactions:,} interactions".format(**log.summary()))
     validation = make_evaluator(args, _sample(split.validation, args), split, ks=(10,))
     test = make_evaluator(args, split.test, split, ks=args.cutoffs)
     _check_ahead(args, len(items))
@@ -71,7 +73,10 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
     sids = prepare_sids(args, items, split, embeddings, resume=checkpoint is not None)
     if checkpoint is not None:
         check_same_catalog(checkpoint, sids, split.catalog)
+    if sids.report:
+        _say(args, format_report(sids.report))
     model, processor = build_model(args, sids, split.catalog)
+    _say(args, f"Model: {args.system}, {model.num_parameters() / 1e6:.1f} million parameters, {model.trie}")
     trainer = _make_trainer(args, model, sids, split, validation)
     trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.is_world_process_zero():
@@ -107,7 +112,7 @@ def evaluate(args: DecoTrainingArguments, checkpoint: str | os.PathLike) -> dict
     check_data_options(checkpoint, args)
     model, processor = AutoModel.from_pretrained(checkpoint), DecoProcessor.from_pretrained(checkpoint)
     check_pair(model, processor)
-    items, split = prepare_log(args)
+    items, _, split = prepare_log(args)
     embeddings = None if args.embeddings is None else read_embeddings(args.embeddings, len(items))
     rows = np.asarray(processor.rows_of(items.item_ids.tolist()))
     item_of_row = np.full(len(processor.item_ids), -1)
@@ -173,6 +178,11 @@ def _make_trainer(
     if args.init_from_teacher:
         init_from_teacher(model, teacher)
     return DistillationTrainer(**options, teacher=teacher, temperature=args.temperature, objective=args.objective)
+
+
+def _say(args: DecoTrainingArguments, text: str) -> None:
+    if args.process_index == 0:
+        print(text, flush=True)
 
 
 def _sample(examples: Examples, args: DecoTrainingArguments) -> Examples:
