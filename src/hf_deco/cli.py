@@ -7,6 +7,8 @@ import sys
 
 from huggingface_hub.errors import StrictDataclassError
 
+_Formatter = argparse.RawDescriptionHelpFormatter
+
 DESCRIPTION = """\
 Generative recommendation: items get semantic IDs, a model reads a user's history once and spells the next items.
 
@@ -73,9 +75,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-_Formatter = argparse.RawDescriptionHelpFormatter
-
-
 def _train(argv: list[str]) -> None:
     from .training.parser import parse_arguments
     from .training.report import format_metrics
@@ -98,33 +97,29 @@ def _evaluate(argv: list[str]) -> None:
     print(format_metrics(evaluate(args, checkpoint), args.cutoffs))
 
 
-def _build_sids(argv: list[str]) -> None:
+def _sid_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("hf-deco build-sids", description=BUILD_SIDS, formatter_class=_Formatter)
-    parser.add_argument("--items", required=True, help="item table: CSV, Parquet or JSON Lines")
-    parser.add_argument("--interactions", help="log; its training part decides which items are popular")
-    parser.add_argument(
-        "--protocol", default="temporal", choices=("temporal", "leave_one_out"), help="how the log is split"
-    )
-    parser.add_argument("--item-column", default="item_id", help="column with item ids (default: item_id)")
-    parser.add_argument(
-        "--text-columns", nargs="+", default=["text"], help="columns that describe an item (default: text)"
-    )
-    parser.add_argument("--embeddings", help="NumPy file (N, d), one row per row of the item table, instead of texts")
-    parser.add_argument(
-        "--embedding-model",
-        default="sentence-transformers/all-MiniLM-L6-v2",
-        help="sentence-transformers model, name or path (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--codebook-sizes",
-        nargs="+",
-        type=int,
-        default=[2048] * 4,
-        help="codes per level (default: 2048 2048 2048 2048)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of k-means (default: 0)")
-    parser.add_argument("--output-dir", required=True, help="folder of the SID table")
-    args = parser.parse_args(argv)
+    add = parser.add_argument
+    add("--items", required=True, help="item table: CSV, Parquet or JSON Lines")
+    add("--output-dir", required=True, help="folder of the SID table")
+    add("--interactions", help="log; its training part decides which items are popular")
+    add("--protocol", default="temporal", choices=("temporal", "leave_one_out"), help="how the log is split")
+    add("--user-column", default="user_id", help="column of the log with user ids (default: user_id)")
+    add("--item-column", default="item_id", help="column of both with item ids (default: item_id)")
+    add("--timestamp-column", default="timestamp", help="column of the log with times (default: timestamp)")
+    add("--unknown-items", default="error", choices=("error", "drop"), help="items of the log that the table lacks")
+    add("--text-columns", nargs="+", default=["text"], help="columns that describe an item (default: text)")
+    add("--title-column", default="title", help="column with the name to show (default: title)")
+    add("--embeddings", help="NumPy file (N, d), one row per row of the item table, instead of texts")
+    model = "sentence-transformers/all-MiniLM-L6-v2"
+    add("--embedding-model", default=model, help="sentence-transformers model, name or path (default: %(default)s)")
+    add("--codebook-sizes", nargs="+", type=int, default=[2048] * 4, help="codes per level (default: 2048, 4 times)")
+    add("--seed", type=int, default=0, help="seed of k-means (default: 0)")
+    return parser
+
+
+def _build_sids(argv: list[str]) -> None:
+    args = _sid_parser().parse_args(argv)
 
     from .data.interactions import read_interactions
     from .data.items import read_items
@@ -133,12 +128,15 @@ def _build_sids(argv: list[str]) -> None:
     from .items.sid_table import SIDTable
     from .training.preparation import SPLITS, check_capacity, read_embeddings
 
-    items = read_items(args.items, item_column=args.item_column, text_columns=args.text_columns)
+    items = read_items(
+        args.items, item_column=args.item_column, text_columns=args.text_columns, title_column=args.title_column
+    )
+    check_capacity(args.codebook_sizes, len(items))
     popularity = None
     if args.interactions is not None:
-        log = read_interactions(args.interactions, items=items, item_column=args.item_column)
-        popularity = SPLITS[args.protocol](log).item_counts
-    check_capacity(args.codebook_sizes, len(items))
+        columns = {"user_column": args.user_column, "timestamp_column": args.timestamp_column}
+        columns |= {"item_column": args.item_column, "unknown_items": args.unknown_items}
+        popularity = SPLITS[args.protocol](read_interactions(args.interactions, items=items, **columns)).item_counts
     if args.embeddings is None:
         embeddings = embed_texts(items.texts, args.embedding_model)
     else:
