@@ -71,7 +71,7 @@ def test_backbone_states_are_those_of_each_prefix_and_zero_at_padding(make_model
         for position in range(6):
             expected = torch.zeros(16)
             if mask[user, position]:
-                tokens = model.fuser(item_codes[user, : position + 1][mask[user, : position + 1].bool()])
+                tokens = model._tokens(item_codes[user, : position + 1][mask[user, : position + 1].bool()])
                 expected = model.backbone(inputs_embeds=tokens[None]).last_hidden_state[0, -1]
             torch.testing.assert_close(states[user, position], expected, rtol=1e-5, atol=1e-5)
 

@@ -12,6 +12,7 @@ SCRATCH_BACKBONES = {
 }
 NORMALIZATIONS = ("children", "vocabulary")
 HISTORY_FORMATS = ("fused", "flat")
+DECODER_INPUTS = ("last_state", "item_states_prefix", "item_states_cross", "token_states_cross")
 
 
 def qwen2_shape(hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> dict:
@@ -51,6 +52,9 @@ class SIDRetrievalConfig(PreTrainedConfig):
             What the backbone reads: `"fused"`, one token per item (Eq. 3), or `"flat"`, its `K` code tokens.
         code_embedding_size (`int`, *optional*, defaults to 64):
             Width of the code embeddings that the fuser reads.
+        tie_code_tables (`bool`, *optional*, defaults to `False`):
+            Whether one table per level serves as output classes, as prefix embeddings and, its rows normalised to a
+            root mean square of 1, as what the history is read from. Three tables otherwise.
         max_history_length (`int`, *optional*, defaults to 20):
             Items of a history that are read, the latest `T`.
         copy_pointer (`bool`, *optional*, defaults to `False`):
@@ -80,6 +84,7 @@ class SIDRetrievalConfig(PreTrainedConfig):
     codebook_size: int | list[int] | tuple[int, ...] = 2048
     history_format: str = "fused"
     code_embedding_size: int = 64
+    tie_code_tables: bool = False
     max_history_length: int = 20
     copy_pointer: bool = False
     normalize_over: str = "children"
@@ -110,6 +115,11 @@ class SIDRetrievalConfig(PreTrainedConfig):
         if isinstance(self.codebook_size, int):
             return (self.codebook_size,) * self.num_codebooks
         return tuple(self.codebook_size)
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output class vectors: that of the transformer that scores codes."""
+        return self.text_config.hidden_size
 
     @property
     def tokens_per_item(self) -> int:
@@ -149,6 +159,11 @@ class DecoConfig(SIDRetrievalConfig):
             The light decoder. Defaults to 2 layers of width 256 with 4 heads.
         num_concepts (`int`, *optional*, defaults to 2):
             Concept vectors `M` that the history is condensed into (Eq. 5).
+        decoder_input (`str`, *optional*, defaults to `"last_state"`):
+            What the decoder sees of a history: `"last_state"`, the concept alone, of fixed size;
+            `"item_states_prefix"`, all item states as its prefix; or beside the concept, by cross-attention in every
+            layer, `"item_states_cross"`, all item states, or `"token_states_cross"`, the states of all code tokens of a
+            flat history.
         decoder_dropout (`float`, *optional*, defaults to 0.0):
             Dropout on the residual branches of the light decoder.
 
@@ -170,9 +185,21 @@ class DecoConfig(SIDRetrievalConfig):
 
     decoder_config: dict | PreTrainedConfig | None = None
     num_concepts: int = 2
+    decoder_input: str = "last_state"
     decoder_dropout: float | int = 0.0
 
+    @property
+    def output_width(self) -> int:
+        return self.decoder_config.hidden_size
+
     def validate_decoder(self):
+        if self.decoder_input not in DECODER_INPUTS:
+            raise ValueError(f"`decoder_input` must be one of {', '.join(DECODER_INPUTS)}, got {self.decoder_input!r}.")
+        if self.decoder_input == "token_states_cross" and self.history_format != "flat":
+            raise ValueError(
+                "`decoder_input` 'token_states_cross' reads the code tokens of a flat history, but `history_format` is "
+                f"{self.history_format!r}: set it to 'flat', or read 'item_states_cross'."
+            )
         if self.num_concepts < 1:
             raise ValueError(f"`num_concepts` must be at least 1, got {self.num_concepts}.")
         if not 0 <= self.decoder_dropout < 1:

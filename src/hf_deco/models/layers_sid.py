@@ -13,20 +13,30 @@ from .configuration_deco import SIDRetrievalConfig
 ROWS_PER_GROUP = 32
 
 
+def look_up(codes: torch.LongTensor, level: int, own: nn.ModuleList | None, tied: torch.Tensor | None) -> torch.Tensor:
+    """Rows of codes of a level: of a table of one's own, or of a tied one, normalised to a root mean square of 1."""
+    if tied is None:
+        return own[level](codes)
+    return F.rms_norm(F.embedding(codes, tied), tied.shape[1:])
+
+
 class CodeFuser(nn.Module):
     """Fuses the codes of an item into one token: `x = MLP([E_1(c_1); ..; E_K(c_K)])` (Eq. 3)."""
 
     def __init__(self, config: SIDRetrievalConfig):
         super().__init__()
-        width, hidden_size = config.code_embedding_size, config.text_config.hidden_size
-        self.tables = nn.ModuleList(nn.Embedding(size, width) for size in config.codebook_sizes)
+        tied, hidden_size = config.tie_code_tables, config.text_config.hidden_size
+        width = config.output_width if tied else config.code_embedding_size
+        sizes = config.codebook_sizes
+        self.tables = None if tied else nn.ModuleList(nn.Embedding(size, width) for size in sizes)
         self.up_proj = nn.Linear(width * config.num_codebooks, hidden_size)
         self.down_proj = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, item_codes: torch.LongTensor) -> torch.Tensor:
-        """Map codes `(B, T, K)` to tokens `(B, T, d)`."""
-        embedded = torch.cat([table(item_codes[..., level]) for level, table in enumerate(self.tables)], -1)
+    def forward(self, item_codes: torch.LongTensor, tied: list[torch.Tensor | None]) -> torch.Tensor:
+        """Map codes `(B, T, K)` to tokens `(B, T, d)`; `tied` holds every level's table, None where it is its own."""
+        rows = [look_up(item_codes[..., level], level, self.tables, table) for level, table in enumerate(tied)]
+        embedded = torch.cat(rows, -1)
         return self.dropout(self.down_proj(F.silu(self.up_proj(embedded))))
 
 
@@ -35,14 +45,22 @@ class CodeTokens(nn.Module):
 
     def __init__(self, config: SIDRetrievalConfig):
         super().__init__()
-        hidden_size = config.text_config.hidden_size
-        self.tables = nn.ModuleList(nn.Embedding(size, hidden_size) for size in config.codebook_sizes)
+        hidden_size, sizes, self.in_proj = config.text_config.hidden_size, config.codebook_sizes, None
+        tied = config.tie_code_tables
+        self.tables = None if tied else nn.ModuleList(nn.Embedding(size, hidden_size) for size in sizes)
+        if tied and config.output_width != hidden_size:
+            self.in_proj = nn.Linear(config.output_width, hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, item_codes: torch.LongTensor) -> torch.Tensor:
-        """Map codes `(B, T, K)` to tokens `(B, T K, d)`."""
-        tokens = torch.stack([table(item_codes[..., level]) for level, table in enumerate(self.tables)], 2)
-        return self.dropout(tokens.flatten(1, 2))
+    def token(self, level: int, codes: torch.LongTensor, tied: torch.Tensor | None) -> torch.Tensor:
+        """Tokens `(..., d)` of codes `(...)` of one level, without dropout."""
+        rows = look_up(codes, level, self.tables, tied)
+        return rows if self.in_proj is None else self.in_proj(rows)
+
+    def forward(self, item_codes: torch.LongTensor, tied: list[torch.Tensor | None]) -> torch.Tensor:
+        """Map codes `(B, T, K)` to tokens `(B, T K, d)`; `tied` as in [`CodeFuser`]."""
+        tokens = [self.token(level, item_codes[..., level], table) for level, table in enumerate(tied)]
+        return self.dropout(torch.stack(tokens, 2).flatten(1, 2))
 
 
 def groups_of_like_length(mask: torch.BoolTensor) -> list[tuple[torch.LongTensor, int, int]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
@@ -78,7 +79,7 @@ class BackboneScorer:
         transformer = self.model.backbone
         with attention_over_shared_history(transformer):
             output = transformer(
-                inputs_embeds=self.model.prefix_table(level)(codes).unsqueeze(1),
+                inputs_embeds=self.model.prefix_tokens(level, codes).unsqueeze(1),
                 position_ids=(self.last_positions[self.users] + 1 + level).unsqueeze(1),
                 cache=self.suffix,
                 use_cache=True,
@@ -107,14 +108,16 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
         super().__init__(config)
         hidden_size, sizes = config.text_config.hidden_size, config.codebook_sizes
         self.heads = nn.ModuleList(nn.Linear(hidden_size, size, bias=False) for size in sizes)
-        self.tables = None  # a flat history has the tokens of codes
-        if config.history_format == "fused":
+        self.tables = None  # a flat history has the tokens of codes, a tied model those of its heads
+        if config.history_format == "fused" and not config.tie_code_tables:
             self.tables = nn.ModuleList(nn.Embedding(size, hidden_size) for size in sizes[:-1])
         self.post_init()
 
-    def prefix_table(self, level: int) -> nn.Embedding:
-        """Embeddings of the codes that a prefix holds at a level."""
-        return self.fuser.tables[level] if self.tables is None else self.tables[level]
+    def prefix_tokens(self, level: int, codes: torch.LongTensor) -> torch.Tensor:
+        """Tokens `(..., d)` of the codes `(...)` that prefixes hold at a level."""
+        if self.config.history_format == "flat":
+            return self.fuser.token(level, codes, self._tied_tables()[level])
+        return F.embedding(codes, self.heads[level].weight) if self.tables is None else self.tables[level](codes)
 
     def encode(
         self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None
@@ -156,7 +159,7 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
             if level:
                 levels.append((rows, states[targets.users[rows], columns[rows], level - 1]))
             else:
-                levels.append((rows, self._states_before(item_states, mask, targets)[rows]))
+                levels.append((rows, self._states_at(item_states, mask, targets.users, targets.positions)[rows]))
         return item_states * mask.unsqueeze(-1), levels
 
     def _fused_states(self, item_codes, mask: torch.BoolTensor, targets: Targets):
@@ -182,7 +185,7 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
             if level:
                 levels.append((rows, prefix_states[offsets[rows] + level - 1]))
             else:
-                levels.append((rows, self._states_before(item_states, mask, targets)[rows]))
+                levels.append((rows, self._states_at(item_states, mask, targets.users, targets.positions)[rows]))
         return item_states, levels
 
     def _read_block_causal(self, item_codes, mask, targets, prefixes, rows, start, end, chosen, width):
@@ -201,9 +204,10 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
         items = self._tokens(item_codes[rows, start:end])
         tokens = torch.cat([items, items.new_zeros((rows.shape[0], width, items.shape[-1]))], 1)
         codes = targets.codes[prefixes.rows[chosen], prefixes.levels[chosen]]
-        for level, table in enumerate(self.tables):
+        for level in range(self.config.num_codebooks - 1):
             here = prefixes.levels[chosen] == level
-            tokens = tokens.index_put((place[here], slots[here]), table(codes[here]).to(tokens.dtype))
+            found = self.prefix_tokens(level, codes[here]).to(tokens.dtype)
+            tokens = tokens.index_put((place[here], slots[here]), found)
 
         def sees(batch, head, query, key):
             item = (depth[batch, key] == 0) & (owner[batch, key] <= owner[batch, query])

@@ -3,10 +3,9 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache
 
 from .configuration_deco import DecoConfig
-from .layers_sid import add_residual_dropout, make_transformer
+from .decoder_sid import CodeDecoder, DecoderContext, DecoderScorer
 from .modeling_sid import SIDRetrievalModel, SIDRetrievalOutput
 from .pointer_sid import BeamCopies, CopyState
 from .scoring_sid import Targets
@@ -25,84 +24,11 @@ class ConceptHead(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Map states `(..., d)` to adapted concepts `(..., M, w)`."""
-        concepts = self.concept_proj(states).unflatten(-1, (self.num_concepts, -1))
-        return self.adapter_down_proj(F.silu(self.adapter_up_proj(concepts)))
+        return self.adapt(self.concept_proj(states).unflatten(-1, (self.num_concepts, -1)))
 
-
-class CodeDecoder(nn.Module):
-    """The light decoder: a causal transformer over `u_1..u_M, e_1(c_1), ..`, with a head per level (Eq. 6)."""
-
-    def __init__(self, config: DecoConfig):
-        super().__init__()
-        width, sizes = config.decoder_config.hidden_size, config.codebook_sizes
-        self.transformer = make_transformer(config.decoder_config)
-        self.tables = nn.ModuleList(nn.Embedding(size, width) for size in sizes[:-1])
-        self.heads = nn.ModuleList(nn.Linear(width, size, bias=False) for size in sizes)
-        add_residual_dropout(self.transformer, config.decoder_dropout)
-
-    def forward(self, concepts: torch.Tensor, codes: torch.LongTensor) -> torch.Tensor:
-        """States of all prefixes of a SID.
-
-        Args:
-            concepts (`torch.Tensor` of shape `(R, M, w)`): Adapted concepts.
-            codes (`torch.LongTensor` of shape `(R, L)`): First codes of the SIDs, `L < K`.
-
-        Returns:
-            `torch.Tensor` of shape `(R, L + 1, w)`: state after `0 .. L` codes.
-        """
-        prefix = [self.tables[level](codes[:, level]) for level in range(codes.shape[1])]
-        tokens = torch.cat([concepts, torch.stack(prefix, 1)], 1) if prefix else concepts
-        return self.transformer(inputs_embeds=tokens, use_cache=False).last_hidden_state[:, concepts.shape[1] - 1 :]
-
-    def target_states(self, concepts: torch.Tensor, targets: Targets) -> list[tuple[torch.LongTensor, torch.Tensor]]:
-        """States of the gold prefixes, for every level the rows that have to be scored there and their states.
-
-        A target is read only as far as its last branching level: what comes behind is forced.
-
-        Args:
-            concepts (`torch.Tensor` of shape `(R, M, w)`): Adapted concepts.
-            targets ([`Targets`]): Where their SIDs pass the trie.
-        """
-        num_codebooks = targets.codes.shape[1]
-        sizes = torch.bincount(targets.depth, minlength=num_codebooks + 1).tolist()
-        pieces = []  # (rows, states) by depth
-        for depth, rows in enumerate(targets.depth.argsort(stable=True).split(sizes)):
-            if depth and rows.numel():
-                pieces.append((rows, self(concepts[rows], targets.codes[rows, : depth - 1])))
-        levels = []
-        for level in range(num_codebooks):
-            rows, states = [targets.at(level)[:0]], [concepts[:0, 0]]
-            for piece_rows, piece_states in pieces:
-                if piece_states.shape[1] > level:
-                    chosen = targets.branching[piece_rows, level]
-                    rows.append(piece_rows[chosen])
-                    states.append(piece_states[chosen, level])
-            rows, states = torch.cat(rows), torch.cat(states)
-            order = rows.argsort()  # as every other model has them: a teacher's scores are compared one by one
-            levels.append((rows[order], states[order]))
-        return levels
-
-
-class DecoderScorer:
-    """Runs a beam search in the light decoder, with its own cache of keys and values."""
-
-    def __init__(self, decoder: CodeDecoder, concepts: torch.Tensor):
-        self.decoder, self.concepts = decoder, concepts
-        self.cache = DynamicCache(config=decoder.transformer.config)
-
-    def start(self) -> torch.Tensor:
-        return self._read(self.concepts)
-
-    def advance(self, parents: torch.LongTensor, codes: torch.LongTensor, level: int) -> torch.Tensor:
-        self.cache.reorder_cache(parents)
-        return self._read(self.decoder.tables[level](codes).unsqueeze(1))
-
-    def head(self, level: int) -> torch.Tensor:
-        return self.decoder.heads[level].weight
-
-    def _read(self, tokens: torch.Tensor) -> torch.Tensor:
-        output = self.decoder.transformer(inputs_embeds=tokens, cache=self.cache, use_cache=True)
-        return output.last_hidden_state[:, -1]
+    def adapt(self, vectors: torch.Tensor) -> torch.Tensor:
+        """`psi`: vectors `(..., d)` at the decoder's width, `(..., w)`."""
+        return self.adapter_down_proj(F.silu(self.adapter_up_proj(vectors)))
 
 
 class DecoForSIDRetrieval(SIDRetrievalModel):
@@ -140,7 +66,16 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
     def encode(
         self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None
     ) -> SIDRetrievalOutput:
-        """The complete serving state of each user: concepts `(B, M, w)` of whole histories (Eq. 5), and the pointer."""
+        """The complete serving state of each user: concepts `(B, M, w)` of whole histories (Eq. 5), and the pointer.
+
+        Raises:
+            ValueError: If the decoder reads more of a history than its concept.
+        """
+        if self.config.decoder_input != "last_state":
+            raise ValueError(
+                f"With `decoder_input` {self.config.decoder_input!r} a concept is not all that the decoder reads: "
+                "search from `item_codes`."
+            )
         mask = self._check_inputs(item_codes, attention_mask)
         states = self.encode_history(item_codes, attention_mask)
         copies = None if self.pointer is None else self._copy_state(item_codes, states, mask)
@@ -153,13 +88,41 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         return self.encode(item_codes, attention_mask).concepts
 
     def _states_of_targets(self, item_codes, mask: torch.BoolTensor, targets: Targets):
-        states = self.encode_history(item_codes, mask)
-        concepts = self.concept_head(self._states_before(states, mask, targets))
-        return states, self.decoder.target_states(concepts, targets)
+        token_states = self._read(item_codes, mask)
+        context = self._context(token_states, mask, targets.users, targets.positions)
+        return self._item_states(token_states), self.decoder.target_states(context, targets)
+
+    def _context(
+        self, token_states: torch.Tensor, mask: torch.BoolTensor, users: torch.LongTensor, positions: torch.LongTensor
+    ) -> DecoderContext:
+        """What the decoder is told of histories, each that of a batch row up to a column (-1: of no items)."""
+        kind, states = self.config.decoder_input, self._item_states(token_states)
+        last = self._states_at(states, mask, users, positions)
+        if kind == "last_state":
+            return DecoderContext(self.concept_head(last))
+        # All histories end in the last column, so that every prefix is followed by its codes without a gap.
+        width = max(1, mask.shape[1])
+        columns = positions.unsqueeze(1) + torch.arange(1 - width, 1, device=mask.device)
+        places = columns.clamp(min=0)
+        seen = (columns >= 0) & mask[users.unsqueeze(1), places]
+        if kind == "token_states_cross":
+            per_item = self.config.tokens_per_item
+            rows = token_states.unflatten(1, (-1, per_item))[users.unsqueeze(1), places].flatten(1, 2)
+            seen = seen.repeat_interleave(per_item, 1)
+        else:
+            rows = states[users.unsqueeze(1), places]
+        # Without items the start state is all there is to read.
+        none = ~seen.any(1)
+        rows = torch.cat([rows[:, :-1], torch.where(none.unsqueeze(1), last, rows[:, -1]).unsqueeze(1)], 1)
+        seen = torch.cat([seen[:, :-1], (seen[:, -1] | none).unsqueeze(1)], 1)
+        adapted = self.concept_head.adapt(rows)
+        if kind == "item_states_prefix":
+            return DecoderContext(adapted, seen)
+        return DecoderContext(self.concept_head(last), memory=adapted, memory_mask=seen)
 
     def _code_tables(self, level: int) -> list[tuple[torch.Tensor, float]]:
         tables = super()._code_tables(level)
-        if level < len(self.decoder.tables):
+        if self.decoder.tables is not None and level < len(self.decoder.tables):
             tables.append((self.decoder.tables[level].weight, self.config.initializer_range))
         return tables
 
@@ -171,8 +134,12 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         copies: CopyState | None,
     ) -> tuple[DecoderScorer, BeamCopies | None]:
         if concepts is None:
-            state = self.encode(item_codes, attention_mask)
-            concepts, copies = state.concepts, state.copies
+            return self._search_history(item_codes, self._check_inputs(item_codes, attention_mask))
+        if self.config.decoder_input != "last_state":
+            raise ValueError(
+                f"`concepts` are not all that `decoder_input` {self.config.decoder_input!r} reads: search from "
+                "`item_codes`."
+            )
         expected = (self.config.num_concepts, self.config.decoder_config.hidden_size)
         if concepts.dim() != 3 or tuple(concepts.shape[1:]) != expected:
             raise ValueError(
@@ -188,8 +155,21 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
                 f"`copies` are of {copies.gate.shape[0]} users, `concepts` of {concepts.shape[0]}: give those of the "
                 "same histories."
             )
-        scorer = DecoderScorer(self.decoder, concepts.to(self.dtype))
+        scorer = DecoderScorer(self.decoder, DecoderContext(concepts.to(self.dtype)))
         return scorer, None if copies is None else BeamCopies.start(copies, self.trie)
+
+    def _search_history(self, item_codes, mask: torch.BoolTensor) -> tuple[DecoderScorer, BeamCopies | None]:
+        if not mask.shape[1]:  # no history at all: one column of padding keeps the shapes
+            item_codes = item_codes.new_zeros((mask.shape[0], 1, self.config.num_codebooks))
+            mask = torch.zeros((mask.shape[0], 1), dtype=torch.bool, device=mask.device)
+        token_states = self._read(item_codes, mask)
+        users = torch.arange(mask.shape[0], device=mask.device)
+        last = (mask * (torch.arange(mask.shape[1], device=mask.device) + 1)).amax(1) - 1
+        scorer = DecoderScorer(self.decoder, self._context(token_states, mask, users, last))
+        if self.pointer is None:
+            return scorer, None
+        copies = self._copy_state(item_codes, self._item_states(token_states), mask)
+        return scorer, BeamCopies.start(copies, self.trie)
 
 
 __all__ = ["DecoForSIDRetrieval"]

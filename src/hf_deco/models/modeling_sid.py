@@ -209,12 +209,11 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
 
     def _code_tables(self, level: int) -> list[tuple[torch.Tensor, float]]:
         """Every table of a level, and the scale at which content enters it."""
-        fused = self.config.history_format == "fused"
-        scale = 0.2 if fused else self.config.initializer_range
-        return [
-            (self.fuser.tables[level].weight, scale),
-            (self.heads[level].weight, self.config.initializer_range),
-        ]
+        tables = [(self.heads[level].weight, self.config.initializer_range)]
+        if not self.config.tie_code_tables:
+            fused = self.config.history_format == "fused"
+            tables.append((self.fuser.tables[level].weight, 0.2 if fused else self.config.initializer_range))
+        return tables
 
     def encode_history(
         self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None = None
@@ -228,8 +227,12 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         Returns:
             `torch.Tensor` of shape `(B, T, d)`: states, zero at padding.
         """
+        return self._item_states(self._read(item_codes, self._check_inputs(item_codes, attention_mask)))
+
+    def _item_states(self, token_states: torch.Tensor) -> torch.Tensor:
+        """States `(B, T, d)` of items, at the last token of each, of states of all tokens."""
         per_item = self.config.tokens_per_item
-        return self._read(item_codes, self._check_inputs(item_codes, attention_mask))[:, per_item - 1 :: per_item]
+        return token_states[:, per_item - 1 :: per_item]
 
     def _read(self, item_codes: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
         """States of all tokens, `(B, T * tokens_per_item, d)`, zero at padding.
@@ -253,7 +256,11 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
 
     def _tokens(self, item_codes: torch.LongTensor) -> torch.Tensor:
         """What the backbone reads of `(B, T, K)` codes; negative ones, which can only be padding, read as 0."""
-        return self.fuser(item_codes.clamp(min=0))
+        return self.fuser(item_codes.clamp(min=0), self._tied_tables())
+
+    def _tied_tables(self) -> list[torch.Tensor | None]:
+        """The table of every level that all roles share, None where each has its own."""
+        return [head.weight if self.config.tie_code_tables else None for head in self.heads]
 
     def _last_states(self, states: torch.Tensor, mask: torch.BoolTensor) -> torch.Tensor:
         """State `(B, d)` of every whole history, the start state for those without items."""
@@ -349,11 +356,13 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         order = (users * (mask.shape[1] + 1) + positions).argsort(stable=True)
         return Targets.locate(users[order], positions[order], codes[order], self.trie, self.config.normalize_over)
 
-    def _states_before(self, states: torch.Tensor, mask: torch.BoolTensor, targets: Targets) -> torch.Tensor:
-        """State `(R, d)` of the history before every target."""
-        positions = targets.positions.clamp(min=0)
-        known = (targets.positions >= 0) & mask[targets.users, positions]
-        return torch.where(known.unsqueeze(1), states[targets.users, positions], self.start_state.to(states.dtype))
+    def _states_at(
+        self, states: torch.Tensor, mask: torch.BoolTensor, users: torch.LongTensor, positions: torch.LongTensor
+    ) -> torch.Tensor:
+        """State `(R, d)` of the histories up to a column each, the start state where there is no item."""
+        places = positions.clamp(min=0)
+        known = (positions >= 0) & mask[users, places]
+        return torch.where(known.unsqueeze(1), states[users, places], self.start_state.to(states.dtype))
 
     def _target_copies(self, item_codes, states: torch.Tensor, mask: torch.BoolTensor, targets: Targets):
         """The pointer of every target, over the items up to its position."""

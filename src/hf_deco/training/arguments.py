@@ -56,6 +56,8 @@ class DecoTrainingArguments(TrainingArguments):
     backbone: str = option("M", "Scratch backbone: S (2 x 128), M (4 x 384) or L (8 x 640).")
     decoder_width: int = option(256, "Width of the light decoder, a multiple of 64.")
     decoder_layers: int = option(2, "Layers of the light decoder.")
+    decoder_input: str = option("last_state", "What the decoder reads: last_state, item_states_prefix, ..._cross.")
+    tie_code_tables: bool = option(False, "One table per level for output, prefix and history.")
     num_concepts: int = option(2, "Concept vectors M.")
     normalize_over: str = option("children", "What a code competes with: `children` or `vocabulary`.")
     dropout: float = option(0.3, "Dropout of fuser and backbone.")

@@ -130,6 +130,7 @@ def make_config(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) ->
         "history_format": args.history_format,
         "max_history_length": args.max_history_length,
         "copy_pointer": args.copy_pointer,
+        "tie_code_tables": args.tie_code_tables,
         "normalize_over": args.normalize_over,
         "dropout": args.dropout,
     }
@@ -139,6 +140,7 @@ def make_config(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) ->
         args.backbone,
         decoder_config=qwen2_shape(args.decoder_width, args.decoder_layers, args.decoder_width // 64),
         num_concepts=args.num_concepts,
+        decoder_input=args.decoder_input,
         decoder_dropout=args.decoder_dropout,
         **shared,
     )
