@@ -30,7 +30,7 @@ def assert_same_results(model, expected, inputs):
     assert torch.equal(ours.sequences, theirs.sequences)
     assert torch.equal(ours.item_rows, theirs.item_rows)
     # Weights are equal bit by bit; how they lie in memory may still decide in which order they are summed.
-    torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, rtol=1e-5, atol=1e-6)
 
 
 def cast(model, dtype):

@@ -28,7 +28,7 @@ def assert_ranked(output, user, number, expected):
     rows = slice(user * number, user * number + len(expected))
     assert output.sequences[rows].tolist() == [list(sid) for sid, _ in expected]
     scores = torch.stack([score for _, score in expected])
-    torch.testing.assert_close(output.sequences_scores[rows], scores, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.sequences_scores[rows], scores, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def test_probabilities_of_the_complete_catalog_sum_to_one(make_model, make_histo
     every = torch.tensor(list(itertools.product(*map(range, sizes))))
     model = make_model(sizes, catalog=every, normalize_over=normalize_over)
     output = search(model, *make_histories(model, [2, 4]), num_beams=24, num_return_sequences=24)
-    torch.testing.assert_close(output.sequences_scores.view(2, -1).exp().sum(1), torch.ones(2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.sequences_scores.view(2, -1).exp().sum(1), torch.ones(2), rtol=1e-5, atol=1e-5)
     assert [sorted(user) for user in output.sequences.view(2, 24, 3).tolist()] == [every.tolist()] * 2
 
 
@@ -115,7 +115,7 @@ def test_results_do_not_depend_on_batch_mates_or_padding(make_model, make_histor
             alone = search(model, codes, alone_mask, num_beams=6, num_return_sequences=6)
             rows = slice(user * 6, user * 6 + 6)
             assert alone.sequences.tolist() == together.sequences[rows].tolist()
-            torch.testing.assert_close(alone.sequences_scores, together.sequences_scores[rows], rtol=0, atol=1e-5)
+            torch.testing.assert_close(alone.sequences_scores, together.sequences_scores[rows], rtol=1e-5, atol=1e-5)
 
 
 def test_code_values_at_padding_do_not_matter_even_invalid_ones(make_model, make_histories):
@@ -201,7 +201,7 @@ def test_items_that_share_a_sid_come_as_one_with_the_first_row(make_model, make_
     assert output.item_rows.tolist()[3:] == [-1, -1]
     for sid, row in zip(output.sequences.tolist()[:3], output.item_rows.tolist()[:3], strict=True):
         assert catalog[row] == sid and catalog.index(sid) == row
-    torch.testing.assert_close(output.sequences_scores[:3].exp().sum(), torch.tensor(1.0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.sequences_scores[:3].exp().sum(), torch.tensor(1.0), rtol=1e-5, atol=1e-5)
 
 
 def test_users_with_fewer_reachable_items_than_beams_end_in_fillers(make_model, make_histories):
@@ -386,7 +386,7 @@ def test_a_user_with_nan_concepts_gets_fillers_and_disturbs_nobody(make_model, m
     assert output.sequences[5:10].tolist() == [[-1] * 3] * 5 and output.item_rows[5:10].tolist() == [-1] * 5
     for rows in (slice(0, 5), slice(10, 15)):
         assert output.sequences[rows].tolist() == expected.sequences[rows].tolist()
-        torch.testing.assert_close(output.sequences_scores[rows], expected.sequences_scores[rows], rtol=0, atol=1e-5)
+        torch.testing.assert_close(output.sequences_scores[rows], expected.sequences_scores[rows], rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_search_returns_valid_sids_with_float32_scores(make_model, make_histories):
