@@ -1,4 +1,4 @@
-# make demo   train on a real grocery log and recommend products by title (about ten minutes on two cores)
+# make demo   train on a real grocery log and recommend products by title (some four minutes on two cores)
 # make test   run the tests
 # make lint   check style
 # make bench  benchmarks of trie and SIDs at full size

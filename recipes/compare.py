@@ -44,23 +44,31 @@ def read_study(path: Path) -> dict:
     unknown = set(study) - STUDY_KEYS | {key for run in study["runs"] for key in set(run) - RUN_KEYS}
     if unknown:
         raise ValueError(f"{str(path)!r} holds unknown keys: {', '.join(sorted(unknown))}.")
-    known: set[str] = set()
+    known: dict[str, list[int]] = {}
     for run in study["runs"]:
-        if run.get("teacher") is not None and run["teacher"] not in known:
-            raise ValueError(f"the teacher of {run['system']!r}, {run['teacher']!r}, must stand before it in `runs`.")
-        known.add(run["system"])
+        name, seeds, teacher = run.get("system"), run.get("seeds", study["seeds"]), run.get("teacher")
+        if name is None or name in known:
+            raise ValueError(f"every entry of `runs` needs a `system` of its own, got {name!r} in {run}.")
+        if teacher is not None and not set(seeds) <= set(known.get(teacher, ())):
+            raise ValueError(
+                f"the teacher of {name!r}, {teacher!r}, must stand before it in `runs`, with its seeds {seeds}."
+            )
+        options = study["options"] | run.get("options", {})
+        DecoTrainingArguments(**options, output_dir=study["output_dir"])  # what no run could use is refused here
+        known[name] = seeds
     return study
 
 
 def shared_options(study: dict) -> dict:
     """What all runs use: the SID table and the item embeddings, made on the first call."""
     folder = Path(study["output_dir"])
-    if not (folder / "sids").exists():
+    if "sids" not in study["options"] and not (folder / "sids").exists():
         args = DecoTrainingArguments(**study["options"], output_dir=study["output_dir"], seed=study["seeds"][0])
         set_seed(args.seed)
         items, _, split = prepare_log(args)
         prepare_sids(args, items, split, prepare_embeddings(args, items, resume=True))
-    return {"sids": str(folder / "sids"), "embeddings": str(folder / "item_embeddings.npy")} | study["options"]
+    shared = {"sids": str(folder / "sids"), "embeddings": str(folder / "item_embeddings.npy")}
+    return shared | study["options"]
 
 
 def run_folder(study: dict, system: str, seed: int) -> Path:
@@ -91,7 +99,8 @@ def measure_speed(study: dict, batch_size: int = 32, num_beams: int = 100, round
     """Whole retrieval of the same test users by every system, one batch each in turn, in a new order every round."""
     args = DecoTrainingArguments(**study["options"], output_dir=study["output_dir"])
     _, _, split = prepare_log(args)
-    codes = SIDTable.load(Path(study["output_dir"]) / "sids").codes
+    codes = SIDTable.load(shared_options(study)["sids"]).codes
+    batch_size = min(batch_size, len(split.test))
     models, batches = {}, {}
     for run in study["runs"]:
         folder = run_folder(study, run["system"], run.get("seeds", study["seeds"])[0])
@@ -137,8 +146,10 @@ def measure_speed(study: dict, batch_size: int = 32, num_beams: int = 100, round
 def summarise(study: dict, rows: list[dict], speeds: list[dict]) -> str:
     """The table of a study: mean and deviation over seeds, the paper's figures where they are given, the floors."""
     by_system: dict[str, list[dict]] = {}
+    length = DecoTrainingArguments(**study["options"]).max_history_length
     for row in rows:
-        by_system.setdefault(row["system"], []).append(row["metrics"])
+        if row["seed"] is not None or row.get("config", {}).get("max_history_length", length) == length:
+            by_system.setdefault(row["system"], []).append(row["metrics"])
     columns = [name for name in COLUMNS if any(name in metrics for found in by_system.values() for metrics in found)]
     speed = {row["system"]: row["users_per_s"] for row in speeds}
     paper = study.get("paper", {})

@@ -1,9 +1,9 @@
-"""Train Deco-CE on a log, from a YAML file of options and any number of overrides.
+"""Train a model on a log, from a YAML file of options and any number of overrides.
 
     python recipes/train.py recipes/configs/beauty_deco_ce.yaml
     python recipes/train.py recipes/configs/beauty_deco_ce.yaml --seed 1 --output_dir runs/beauty_seed1
-    ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 recipes/train.py
-    recipes/configs/beauty_deco_ce.yaml
+    ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 \\
+        recipes/train.py recipes/configs/beauty_deco_ce.yaml
 
 Every option of `hf_deco.training.arguments.DecoTrainingArguments` and of `transformers.TrainingArguments` can stand in
 the file or on the command line; `--help` lists them. `--resume_from_checkpoint last` goes on where a run of the same

@@ -20,7 +20,7 @@ Generative recommendation: items get semantic IDs, a model reads a user's histor
 """
 
 TRAIN = """\
-Train Deco-CE on a log.
+Train Deco, or a full-backbone model, on a log.
 
 Needs a log (columns user_id, item_id, timestamp) and an item table (item_id, text, and title if there is one):
 

@@ -129,7 +129,7 @@ def test_next_codes_under_the_mixture_follow_from_masses_of_prefixes(
     checked_copies = 0
     total = torch.zeros(len(scores.targets))
     for entry, mixed in zip(scores.levels, mixed_levels, strict=True):
-        counts = entry.sum_children(torch.ones_like(entry.log_probs)).int().tolist()
+        counts = torch.diff(entry.starts, append=torch.tensor([len(entry.log_probs)])).tolist()
         for row, log_probs in zip(entry.rows.tolist(), mixed.split(counts), strict=True):
             user, position = int(scores.targets.users[row]), int(scores.targets.positions[row])
             first = int(mask[user].argmax())

@@ -125,6 +125,9 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path):
     tiny(1, max_history_length=5).save_pretrained(tmp_path / "short")
     with pytest.raises(ValueError, match="reads 5 items of a history, fewer than"):
         load_teacher(tmp_path / "short", student)
+    tiny(1, normalize_over="vocabulary").save_pretrained(tmp_path / "norm")
+    with pytest.raises(ValueError, match="normalises over vocabulary, the student over children"):
+        load_teacher(tmp_path / "norm", student)
     config = BackboneConfig.from_preset("S", num_codebooks=2, codebook_size=8)
     other = BackboneForSIDRetrieval(config)
     other.set_catalog(torch.tensor([[0, 1], [3, 4]]))

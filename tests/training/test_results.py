@@ -5,14 +5,15 @@ from types import SimpleNamespace
 
 from hf_deco.training.arguments import DecoTrainingArguments
 from hf_deco.training.report import format_metrics
-from hf_deco.training.results import add_result_rows, changed_arguments
+from hf_deco.training.results import add_rows, changed_arguments, make_rows
 
 
 def _add(path, ndcg, **changes):
     args = DecoTrainingArguments(interactions="data/toys/log.parquet", results_file=str(path), **changes)
     state = SimpleNamespace(best_metric=0.5, global_step=7, best_global_step=4)
     trainer = SimpleNamespace(state=state, model=SimpleNamespace(num_parameters=lambda: 12))
-    add_result_rows(args, {"deco_ce": {"ndcg@10": ndcg}, "popularity": {"ndcg@10": 0.1}}, trainer, seconds=3.4)
+    metrics = {"deco_ce": {"ndcg@10": ndcg}, "popularity": {"ndcg@10": 0.1}}
+    add_rows(path, make_rows(args, metrics, trainer, seconds=3.4, resumed=False))
     return json.loads(path.read_text())
 
 
@@ -30,6 +31,7 @@ def test_rows_say_what_was_run_and_what_it_gave(tmp_path):
     assert (model["best_step"], model["validation_ndcg@10"], model["num_parameters"]) == (4, 0.5, 12)
     assert model["config"]["seed"] == 5 and model["command"].startswith("python ")
     assert (floor["system"], floor["seed"], floor["metrics"]) == ("popularity", None, {"ndcg@10": 0.1})
+    assert floor["config"]["max_history_length"] == 20 and "learning_rate" not in floor["config"]
 
 
 def test_the_same_run_replaces_its_row_and_another_adds_one(tmp_path):
@@ -39,6 +41,8 @@ def test_the_same_run_replaces_its_row_and_another_adds_one(tmp_path):
     assert sorted((row["system"], row["metrics"]["ndcg@10"]) for row in rows) == [("deco_ce", 0.4), ("popularity", 0.1)]
     rows = _add(path, 0.6, learning_rate=0.1)
     assert sorted(row["metrics"]["ndcg@10"] for row in rows) == [0.1, 0.4, 0.6]
+    rows = _add(path, 0.7, max_history_length=5)  # floors of other histories are other floors
+    assert sorted(row["metrics"]["ndcg@10"] for row in rows) == [0.1, 0.1, 0.4, 0.6, 0.7]
 
 
 def test_where_a_run_writes_does_not_make_it_another_run():

@@ -70,6 +70,7 @@ def test_evaluating_the_checkpoint_gives_the_runs_metrics(finished, tmp_path):
     folder, chosen, metrics = finished
     args = DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path)}))
     again = evaluate(args, folder / "run/model")
+    assert not any(tmp_path.iterdir())
     assert again["deco_ce"] == pytest.approx(metrics["deco_ce"], abs=1e-6)
     assert again["popularity"] == metrics["popularity"]
 
@@ -215,7 +216,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(options, tmp_path):
 def test_a_run_does_not_go_on_with_other_sids(options, tmp_path):
     chosen = options | {"output_dir": str(tmp_path), "max_steps": 2}
     train(DecoTrainingArguments(**chosen))
-    (tmp_path / "metrics.json").unlink()  # stopped before its end
+    (tmp_path / "run.json").unlink()  # stopped before its end
     table = (tmp_path / "sids/sids.safetensors").read_bytes()
     other = SIDTable.load(tmp_path / "sids")
     SIDTable(other.item_ids, other.codes[::-1], other.codebook_sizes, other.codebooks).save(tmp_path / "other")
@@ -231,7 +232,7 @@ def test_going_on_uses_the_sids_of_the_run_even_if_embeddings_changed(options, t
     first = train(DecoTrainingArguments(**chosen))
     for name in ("checkpoint-3", "checkpoint-4", "model"):  # stopped after two steps
         shutil.rmtree(tmp_path / "run" / name)
-    (tmp_path / "run/metrics.json").unlink()
+    (tmp_path / "run/run.json").unlink()
     table = (tmp_path / "run/sids/sids.safetensors").read_bytes()
     np.save(tmp_path / "other.npy", np.random.default_rng(1).standard_normal((40, 6)).astype(np.float32))
     again = chosen | {"resume_from_checkpoint": "last", "embeddings": str(tmp_path / "other.npy")}
@@ -243,8 +244,12 @@ def test_going_on_uses_the_sids_of_the_run_even_if_embeddings_changed(options, t
 def test_a_finished_run_is_left_as_it_is(finished):
     folder, chosen, metrics = finished
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
-    assert train(DecoTrainingArguments(**(chosen | {"resume_from_checkpoint": "last"}))) == metrics
+    again = chosen | {"resume_from_checkpoint": "last", "results_file": str(folder / "other_rows.json")}
+    assert train(DecoTrainingArguments(**again)) == metrics
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
+    assert json.loads((folder / "other_rows.json").read_text()) == json.loads((folder / "rows.json").read_text())
+    with pytest.raises(ValueError, match="holds a finished run with another `learning_rate` "):
+        train(DecoTrainingArguments(**(again | {"learning_rate": 0.5})))
 
 
 def test_a_checkpoint_is_not_tested_under_another_split_than_it_was_trained_under(finished, tmp_path):
@@ -252,6 +257,28 @@ def test_a_checkpoint_is_not_tested_under_another_split_than_it_was_trained_unde
     changed = chosen | {"protocol": "leave_one_out", "output_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="`protocol` is 'leave_one_out', but .* was trained with 'temporal'"):
         evaluate(DecoTrainingArguments(**changed), folder / "run/model")
+
+
+def test_a_checkpoint_is_not_tested_on_a_log_that_ends_inside_its_training(finished, tmp_path):
+    folder, chosen, _ = finished
+    log = pd.read_parquet(chosen["interactions"]).sort_values("timestamp", kind="stable")
+    log.head(len(log) * 2 // 3).to_parquet(tmp_path / "short.parquet")
+    changed = chosen | {"interactions": str(tmp_path / "short.parquet"), "output_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match="`interactions` puts the test from time .* was trained on all up to"):
+        evaluate(DecoTrainingArguments(**changed), folder / "run/model")
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_a_run_resumed_in_a_later_epoch_ends_like_an_uninterrupted_one(options, tmp_path, strategy):
+    chosen = options | STEPWISE | {"train_sampling_strategy": strategy, "per_device_train_batch_size": 16}
+    chosen |= {"max_steps": 17, "dropout": 0.2, "load_best_model_at_end": False, "eval_strategy": "no"}
+    train(DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "whole")})))
+    shutil.copytree(tmp_path / "whole/checkpoint-15", tmp_path / "resumed/checkpoint-15")  # in the third epoch
+    train(
+        DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "resumed"), "resume_from_checkpoint": "last"}))
+    )
+    whole, resumed = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_grouping_by_length_trains_on_everything_and_leaves_tests_in_order(finished, options, tmp_path):
@@ -303,6 +330,7 @@ def test_bad_input_is_refused_before_anything_is_written(options, tmp_path):
         ({"interactions": str(tmp_path / "tiny.parquet")}, "split|test|train"),
         ({"interactions": str(tmp_path / "threes.parquet"), "protocol": "leave_one_out"}, "nothing to learn from"),
         ({"resume_from_checkpoint": str(tmp_path / "nowhere")}, "`resume_from_checkpoint` .* is no checkpoint"),
+        ({"teacher": str(tmp_path / "nowhere"), "embeddings": None}, "nowhere"),
     ]
     for changes, message in cases:
         with pytest.raises((ValueError, OSError, StrictDataclassError), match=message):

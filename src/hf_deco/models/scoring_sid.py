@@ -142,12 +142,6 @@ class LevelScores:
             return segment_log_softmax(log_weights, self.parents, self.rows.shape[0])
         return log_weights.view(self.rows.shape[0], -1).log_softmax(-1).flatten()
 
-    def sum_children(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums of flat values `(C,)` over the children of each prefix, `(r,)`."""
-        if self.parents is not None:
-            return values.new_zeros(self.rows.shape[0]).index_add(0, self.parents, values)
-        return values.view(self.rows.shape[0], -1).sum(-1)
-
 
 def score_level(
     states: torch.Tensor,

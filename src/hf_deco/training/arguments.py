@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from ..models.configuration_deco import DECODER_INPUTS
+
 
 def option(default, help: str, **kwargs):
     """A dataclass field with its help text."""
@@ -56,7 +58,7 @@ class DecoTrainingArguments(TrainingArguments):
     backbone: str = option("M", "Scratch backbone: S (2 x 128), M (4 x 384) or L (8 x 640).")
     decoder_width: int = option(256, "Width of the light decoder, a multiple of 64.")
     decoder_layers: int = option(2, "Layers of the light decoder.")
-    decoder_input: str = option("last_state", "What the decoder reads: last_state, item_states_prefix, ..._cross.")
+    decoder_input: str = option("last_state", "What the decoder reads of a history: " + ", ".join(DECODER_INPUTS) + ".")
     tie_code_tables: bool = option(False, "One table per level for output, prefix and history.")
     num_concepts: int = option(2, "Concept vectors M.")
     normalize_over: str = option("children", "What a code competes with: `children` or `vocabulary`.")
@@ -114,6 +116,7 @@ class DecoTrainingArguments(TrainingArguments):
             "search_in": ("decoder", "backbone"),
             "history_format": ("fused", "flat"),
             "backbone": ("S", "M", "L"),
+            "decoder_input": DECODER_INPUTS,
             "objective": ("ce+kd", "kd"),
             "normalize_over": ("children", "vocabulary"),
             "init_code_tables": ("content", "random"),

@@ -11,9 +11,11 @@ from safetensors import safe_open
 from ..data.splits import Split
 from ..items.sid_table import SIDTable
 from .arguments import DecoTrainingArguments
-from .results import write_json
+from .results import changed_arguments, write_json
 
 DATA_FILE = "training_data.json"
+RUN_FILE = "run.json"  # written last: the mark of a finished run
+_WHOLE = ("trainer_state.json", "optimizer.pt", "model.safetensors")
 _DATA_OPTIONS = ("protocol", "drop_duplicates", "collapse_repeats", "k_core")
 
 
@@ -22,10 +24,10 @@ def find_checkpoint(args: DecoTrainingArguments) -> str | None:
 
     Raises:
         ValueError: If `output_dir` holds an earlier run that is not to be gone on with, or the named checkpoint is
-        none.
+            none.
     """
     folder, wanted = Path(args.output_dir), args.resume_from_checkpoint
-    whole = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").exists()]
+    whole = [path for path in folder.glob("checkpoint-*") if all((path / name).exists() for name in _WHOLE)]
     if wanted is None:
         if any(folder.glob("checkpoint-*")) or (folder / "model").exists():
             raise ValueError(
@@ -35,9 +37,28 @@ def find_checkpoint(args: DecoTrainingArguments) -> str | None:
         return None
     if wanted == "last":  # the newest whole one: a run may have been stopped while it wrote
         return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
-    if not (Path(wanted) / "trainer_state.json").exists():
+    if not all((Path(wanted) / name).exists() for name in _WHOLE):
         raise ValueError(f"`resume_from_checkpoint` {wanted!r} is no checkpoint of a run; 'last' finds the newest.")
     return wanted
+
+
+def finished_run(args: DecoTrainingArguments) -> dict | None:
+    """What a finished run in `output_dir` left, where it is to be gone on with: its `metrics` and result `rows`.
+
+    Raises:
+        ValueError: If it was run with other options.
+    """
+    path = Path(args.output_dir) / RUN_FILE
+    if args.resume_from_checkpoint != "last" or not path.exists():
+        return None
+    run, options = json.loads(path.read_text(encoding="utf-8")), changed_arguments(args)
+    for name in sorted(options.keys() | run["options"].keys()):
+        if options.get(name) != run["options"].get(name):
+            raise ValueError(
+                f"`output_dir` {args.output_dir!r} holds a finished run with another `{name}` "
+                f"({run['options'].get(name)!r}, not {options.get(name)!r}): name another folder."
+            )
+    return run
 
 
 def check_same_catalog(checkpoint: str, sids: SIDTable, catalog: np.ndarray) -> None:
@@ -53,19 +74,23 @@ def check_same_catalog(checkpoint: str, sids: SIDTable, catalog: np.ndarray) -> 
 
 
 def save_data_options(folder: Path, args: DecoTrainingArguments, split: Split) -> None:
-    """Write beside a model how its log was filtered and split."""
-    options = {name: getattr(args, name) for name in _DATA_OPTIONS}
+    """Write beside a model what it is called, and how its log was filtered and split."""
+    options = {name: getattr(args, name) for name in ("system", *_DATA_OPTIONS)}
     write_json(folder / DATA_FILE, options | {"borders": None if split.borders is None else list(split.borders)})
 
 
-def check_data_options(checkpoint: str | Path, args: DecoTrainingArguments) -> None:
-    """Raise a `ValueError` where a checkpoint would be tested under another split than it was trained under.
+def check_data_options(checkpoint: str | Path, args: DecoTrainingArguments, split: Split) -> str:
+    """Make sure that a checkpoint is tested under the split that it was trained under.
 
-    Its training data could then hold the test targets. Checkpoints without the record pass.
+    Returns:
+        What the checkpoint's system is called; `args.system` where it keeps no record.
+
+    Raises:
+        ValueError: If its training data could hold the test targets.
     """
     path = Path(checkpoint) / DATA_FILE
     if not path.is_file():
-        return
+        return args.system
     trained = json.loads(path.read_text(encoding="utf-8"))
     for name in _DATA_OPTIONS:
         if getattr(args, name) != trained[name]:
@@ -73,3 +98,9 @@ def check_data_options(checkpoint: str | Path, args: DecoTrainingArguments) -> N
                 f"`{name}` is {getattr(args, name)!r}, but {str(checkpoint)!r} was trained with {trained[name]!r}: its "
                 "training data could hold the test targets. Set it to that."
             )
+    if split.borders is not None and split.borders[1] < trained["borders"][0]:
+        raise ValueError(
+            f"`interactions` puts the test from time {split.borders[1]} on, but {str(checkpoint)!r} was trained on all "
+            f"up to {trained['borders'][0]}: give the log that it was trained with, or a later one."
+        )
+    return trained["system"]

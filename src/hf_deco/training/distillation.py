@@ -6,12 +6,12 @@ import os
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
+from ..models.configuration_deco import SIDRetrievalConfig
 from ..models.modeling_sid import SIDRetrievalModel, TargetScores
 from .trainer import DecoTrainer
 
-OBJECTIVES = ("ce+kd", "kd")
 _SAMPLE = 512  # training sequences on which the two terms are weighed
 
 
@@ -41,32 +41,45 @@ def distillation_loss(student: TargetScores, teacher: TargetScores, temperature:
     return temperature**2 * total / len(student.targets)
 
 
+def check_teacher(path: str | os.PathLike, student: SIDRetrievalConfig) -> None:
+    """Raise an error where the configuration of a checkpoint tells that it cannot teach a student of this one.
+
+    Raises:
+        OSError: If there is no such checkpoint.
+        ValueError: If it is another kind of model, has other SIDs, normalises over other codes, or reads less.
+    """
+    teacher = AutoConfig.from_pretrained(path)
+    if not isinstance(teacher, SIDRetrievalConfig):
+        raise ValueError(f"`teacher` {str(path)!r} is a {teacher.model_type}, not a model that scores semantic IDs.")
+    if teacher.codebook_sizes != student.codebook_sizes:
+        raise ValueError(
+            f"`teacher` {str(path)!r} has SIDs of {teacher.codebook_sizes} codes, the student of "
+            f"{student.codebook_sizes}: train both on one SID table."
+        )
+    if teacher.normalize_over != student.normalize_over:
+        raise ValueError(
+            f"`teacher` {str(path)!r} normalises over {teacher.normalize_over}, the student over "
+            f"{student.normalize_over}: set `normalize_over` to the teacher's."
+        )
+    if teacher.max_history_length < student.max_history_length:
+        raise ValueError(
+            f"`teacher` {str(path)!r} reads {teacher.max_history_length} items of a history, fewer than the student's "
+            f"`max_history_length` ({student.max_history_length})."
+        )
+
+
 def load_teacher(path: str | os.PathLike, student: SIDRetrievalModel) -> SIDRetrievalModel:
     """Open a checkpoint as a frozen teacher, in evaluation mode.
 
     Raises:
-        ValueError: If its SIDs or its catalog are not the student's, or it reads shorter histories.
+        ValueError: If its SIDs, its catalog or its options do not fit the student's, see [`check_teacher`].
     """
+    check_teacher(path, student.config)
     teacher = AutoModel.from_pretrained(path)
-    if not isinstance(teacher, SIDRetrievalModel):
-        raise ValueError(
-            f"`teacher` {str(path)!r} is a {type(teacher).__name__}, not a model that scores semantic IDs."
-        )
-    ours, theirs = student.config, teacher.config
-    if theirs.codebook_sizes != ours.codebook_sizes:
-        raise ValueError(
-            f"`teacher` {str(path)!r} has SIDs of {theirs.codebook_sizes} codes, the student of {ours.codebook_sizes}: "
-            "train both on one SID table."
-        )
     if not torch.equal(teacher.catalog_codes.cpu(), student.catalog_codes.cpu()):
         raise ValueError(
-            f"`teacher` {str(path)!r} carries another catalog ({theirs.num_items} items, the student "
-            f"{ours.num_items}): train both on one SID table and one split."
-        )
-    if theirs.max_history_length < ours.max_history_length:
-        raise ValueError(
-            f"`teacher` {str(path)!r} reads {theirs.max_history_length} items of a history, fewer than the student's "
-            f"`max_history_length` ({ours.max_history_length})."
+            f"`teacher` {str(path)!r} carries another catalog ({teacher.config.num_items} items, the student "
+            f"{student.config.num_items}): train both on one SID table and one split."
         )
     return teacher.requires_grad_(False).eval()
 
@@ -104,10 +117,6 @@ class DistillationTrainer(DecoTrainer):
 
     def __init__(self, *args, teacher: SIDRetrievalModel, temperature: float = 1.0, objective: str = "ce+kd", **kwargs):
         super().__init__(*args, **kwargs)
-        if temperature <= 0:
-            raise ValueError(f"`temperature` must be positive, got {temperature}.")
-        if objective not in OBJECTIVES:
-            raise ValueError(f"`objective` must be one of {', '.join(OBJECTIVES)}, got {objective!r}.")
         self.teacher, self.temperature = teacher.to(self.args.device), temperature
         ce, kd = self._initial_terms(self.train_dataset)
         self.weights = {"ce": 1 / (3 * ce) if objective == "ce+kd" else 0.0, "kd": 2 / (3 * kd)}
@@ -125,7 +134,7 @@ class DistillationTrainer(DecoTrainer):
         return (loss, output) if return_outputs else loss
 
     def _distill(self, student: TargetScores, inputs: dict) -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), self.accelerator.autocast():
             taught = self.teacher.score_targets(**inputs)
         return distillation_loss(student, taught, self.temperature)
 
@@ -137,7 +146,7 @@ class DistillationTrainer(DecoTrainer):
         self.model.eval()
         for batch in DataLoader(sample, batch_size=64, collate_fn=self.data_collator):
             batch = self._prepare_inputs(batch)
-            with self.compute_loss_context_manager():
+            with self.accelerator.autocast():
                 scores = self.model.score_targets(**batch)
                 ce = -scores.log_likelihood().mean()
                 kd = self._distill(scores, batch)

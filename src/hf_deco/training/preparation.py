@@ -146,6 +146,14 @@ def make_config(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) ->
     )
 
 
+def check_codebooks(args: DecoTrainingArguments, sids: SIDTable) -> None:
+    """Raise a `ValueError` where tables are to start from content that a SID table does not have."""
+    if args.init_code_tables == "content" and not sids.codebooks:
+        raise ValueError(
+            "`init_code_tables` is 'content', but the SID table has no codebooks: rebuild it, or choose 'random'."
+        )
+
+
 def build_model(
     args: DecoTrainingArguments, sids: SIDTable, catalog: np.ndarray
 ) -> tuple[SIDRetrievalModel, DecoProcessor]:
@@ -159,11 +167,8 @@ def build_model(
     config = make_config(args, sids.codebook_sizes)
     model_class = BackboneForSIDRetrieval if args.search_in == "backbone" else DecoForSIDRetrieval
     model = model_class._from_config(config, dtype=torch.float32)
+    check_codebooks(args, sids)
     if args.init_code_tables == "content":
-        if not sids.codebooks:
-            raise ValueError(
-                "`init_code_tables` is 'content', but the SID table has no codebooks: rebuild it, or choose 'random'."
-            )
         model.init_code_tables(sids.codebooks)
     model.set_catalog(torch.as_tensor(sids.codes[catalog]))
     others = np.setdiff1d(np.arange(len(sids)), catalog)  # never retrieved, but a history may hold them

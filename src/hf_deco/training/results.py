@@ -14,24 +14,26 @@ from .arguments import DecoTrainingArguments
 
 # Where a run writes and how it talks do not change what it gives.
 _INCIDENTAL = {"output_dir", "logging_dir", "results_file", "resume_from_checkpoint", "disable_tqdm", "run_name"}
-_SAME_RUN = ("system", "dataset", "protocol", "seed", "config")
+# What an untrained floor, and the slices it is judged on, depend on.
+_FLOOR_OPTIONS = ("max_history_length", "cold_targets", "drop_duplicates", "collapse_repeats", "k_core")
 
 
-def add_result_rows(args: DecoTrainingArguments, metrics: dict, trainer, seconds: float) -> None:
-    """Put the rows of a run, the model's and the floors', into the study's file, in place of earlier rows of the same
-    run.
+def make_rows(args: DecoTrainingArguments, metrics: dict, trainer, seconds: float, resumed: bool) -> list[dict]:
+    """Rows of a run: the model's, and the floors' with what they depend on.
 
     Args:
-        args ([`DecoTrainingArguments`]): Options of the run; `results_file` names the file.
+        args ([`DecoTrainingArguments`]): Options of the run.
         metrics (`dict`): Test metrics of every system.
         trainer ([`DecoTrainer`]): The trainer after training.
-        seconds (`float`): Wall-clock time of the run.
+        seconds (`float`): Wall-clock time since the run was started, or last gone on with.
+        resumed (`bool`): Whether it was gone on with.
     """
-    path = Path(args.results_file)
-    rows = read_rows(path)
-    common = {"dataset": Path(args.interactions).parent.name, "protocol": args.protocol}
+    options = changed_arguments(args)
+    common = {"dataset": Path(args.interactions).resolve().parent.name, "protocol": args.protocol}
+    rows = []
     for system, values in metrics.items():
         row = {"system": system, **common, "seed": None, "metrics": values}
+        row["config"] = {name: options[name] for name in _FLOOR_OPTIONS}
         if system == args.system:
             row |= {
                 "seed": args.seed,
@@ -39,13 +41,23 @@ def add_result_rows(args: DecoTrainingArguments, metrics: dict, trainer, seconds
                 "steps": trainer.state.global_step,
                 "best_step": trainer.state.best_global_step,
                 "num_parameters": trainer.model.num_parameters(),
-                "config": changed_arguments(args),
+                "config": options,
                 "command": shlex.join(["python", *sys.argv]),
                 "wall_s": round(seconds),
+                "resumed": resumed,
             }
-        row["date"] = date.today().isoformat()
-        rows = [old for old in rows if any(old.get(name) != row.get(name) for name in _SAME_RUN)] + [row]
-    write_json(path, rows)
+        rows.append(row | {"date": date.today().isoformat()})
+    return rows
+
+
+def add_rows(path: str | Path, rows: list[dict]) -> None:
+    """Put rows into a study's file, in place of earlier rows of the same runs."""
+    kept = [old for old in read_rows(path) if not any(_same_run(old, row) for row in rows)]
+    write_json(Path(path), kept + rows)
+
+
+def _same_run(first: dict, second: dict) -> bool:
+    return all(first.get(name) == second.get(name) for name in ("system", "dataset", "protocol", "seed", "config"))
 
 
 def read_rows(path: str | Path) -> list[dict]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoModel, EarlyStoppingCallback, set_seed
-from transformers.utils import logging
 
 from ..data.collators import SequenceWindows, SIDCollator
 from ..data.sequences import Examples
@@ -23,21 +23,27 @@ from ..items.sid_table import SIDTable
 from ..models.modeling_sid import SIDRetrievalModel
 from ..models.processing_deco import DecoProcessor, check_pair
 from .arguments import DecoTrainingArguments
-from .checkpoints import check_data_options, check_same_catalog, find_checkpoint, save_data_options
-from .distillation import DistillationTrainer, init_from_teacher, load_teacher
+from .checkpoints import (
+    RUN_FILE,
+    check_data_options,
+    check_same_catalog,
+    find_checkpoint,
+    finished_run,
+    save_data_options,
+)
+from .distillation import DistillationTrainer, check_teacher, init_from_teacher, load_teacher
 from .preparation import (
     build_model,
     check_capacity,
+    check_codebooks,
     make_config,
     prepare_embeddings,
     prepare_log,
     prepare_sids,
     read_embeddings,
 )
-from .results import add_result_rows, read_rows, write_json
+from .results import add_rows, changed_arguments, make_rows, read_rows, write_json
 from .trainer import DecoTrainer
-
-logger = logging.get_logger(__name__)
 
 
 def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
@@ -46,8 +52,7 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
     `output_dir` ends with `model/` (the checkpoint that `AutoModel` and `AutoProcessor` open), `metrics.json` (one
     object per system), `training.png`, the resumable `checkpoint-*`, and what was made of the items:
     `item_embeddings.npy` and `sids/`, unless they were given. Set `resume_from_checkpoint` to `"last"` to go on where a
-    run of this folder stopped, or to begin where there is nothing yet; a finished run is
-    left as it is.
+    run of this folder stopped, or to begin where there is nothing yet; a finished one is left as it is.
 
     Args:
         args ([`DecoTrainingArguments`]): All options.
@@ -59,9 +64,12 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
         ValueError: For options, files or data that no run could use; before anything is written.
     """
     started, folder = time.time(), Path(args.output_dir)
-    if args.resume_from_checkpoint == "last" and (folder / "metrics.json").exists():
-        logger.warning(f"{folder} holds a finished run: its metrics are returned, nothing is trained.")
-        return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    finished = finished_run(args)
+    if finished is not None:
+        _say(args, f"{folder} holds this run, finished: nothing is trained.")
+        if args.results_file and args.process_index == 0:
+            add_rows(args.results_file, finished["rows"])
+        return finished["metrics"]
     set_seed(args.seed)
     checkpoint = find_checkpoint(args)
     items, log, split = prepare_log(args)
@@ -88,8 +96,10 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
     if trainer.is_world_process_zero():
         metrics |= floor_metrics(split, split.test, embeddings, **_evaluation_options(args, args.cutoffs))
         write_json(folder / "metrics.json", metrics)
+        rows = make_rows(args, metrics, trainer, time.time() - started, checkpoint is not None)
         if args.results_file:
-            add_result_rows(args, metrics, trainer, time.time() - started)
+            add_rows(args.results_file, rows)
+        write_json(folder / RUN_FILE, {"options": changed_arguments(args), "metrics": metrics, "rows": rows})
     return metrics
 
 
@@ -102,17 +112,17 @@ def evaluate(args: DecoTrainingArguments, checkpoint: str | os.PathLike) -> dict
         checkpoint (`str` or path): Folder or Hub repository of model and processor.
 
     Returns:
-        `dict`: test metrics of the checkpoint, under `args.system`, and of the floors.
+        `dict`: test metrics of the checkpoint, under the name it was trained as, and of the floors.
 
     Raises:
         ValueError: If the item table holds items that the checkpoint does not know, or lacks items of its catalog; if
         the
             log is split otherwise than for its training.
     """
-    check_data_options(checkpoint, args)
     model, processor = AutoModel.from_pretrained(checkpoint), DecoProcessor.from_pretrained(checkpoint)
     check_pair(model, processor)
     items, _, split = prepare_log(args)
+    system = check_data_options(checkpoint, args, split)
     embeddings = None if args.embeddings is None else read_embeddings(args.embeddings, len(items))
     rows = np.asarray(processor.rows_of(items.item_ids.tolist()))
     item_of_row = np.full(len(processor.item_ids), -1)
@@ -124,17 +134,19 @@ def evaluate(args: DecoTrainingArguments, checkpoint: str | os.PathLike) -> dict
             f"`items` lacks {int((catalog < 0).sum())} items of the checkpoint's catalog, such as {missing!r}: "
             "give the table that it was trained with."
         )
+    args = copy.copy(args)  # the checkpoint decides how much of a history is read
     args.max_history_length = model.config.max_history_length
     split = replace(split, catalog=np.sort(catalog))
     evaluator = make_evaluator(args, split.test, split, ks=args.cutoffs)
-    trainer = DecoTrainer(
-        model=model,
-        args=args,
-        data_collator=SIDCollator(processor.item_codes.numpy()[rows]),
-        evaluator=evaluator,
-        catalog=catalog,
-    )
-    metrics = {args.system: trainer.test(evaluator, args.num_beams)}
+    with tempfile.TemporaryDirectory() as args.output_dir:  # a trainer makes its folder; nothing is kept in it
+        trainer = DecoTrainer(
+            model=model,
+            args=args,
+            data_collator=SIDCollator(processor.item_codes.numpy()[rows]),
+            evaluator=evaluator,
+            catalog=catalog,
+        )
+        metrics = {system: trainer.test(evaluator, args.num_beams)}
     return metrics | floor_metrics(split, split.test, embeddings, **_evaluation_options(args, args.cutoffs))
 
 
@@ -151,9 +163,13 @@ def _check_ahead(args: DecoTrainingArguments, num_items: int) -> None:
     """What can be told of the options before the first long step."""
     if args.sids is None:
         check_capacity(args.codebook_sizes, num_items)
-        make_config(args, tuple(args.codebook_sizes))
+        config = make_config(args, tuple(args.codebook_sizes))
     else:
-        make_config(args, SIDTable.load(args.sids).codebook_sizes)
+        table = SIDTable.load(args.sids)
+        check_codebooks(args, table)
+        config = make_config(args, table.codebook_sizes)
+    if args.teacher is not None:
+        check_teacher(args.teacher, config)
     if args.results_file:
         read_rows(args.results_file)
 

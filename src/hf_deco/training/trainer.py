@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..data.collators import ExampleDataset
 from ..evaluation.evaluator import Evaluator
+
+
+class LengthSampler(Sampler):
+    """Groups sequences of like length; the order of an epoch depends on seed and epoch alone, on every process."""
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int):
+        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before every epoch."""
+        self.epoch = epoch
 
 
 class DecoTrainer(Trainer):
@@ -45,7 +63,7 @@ class DecoTrainer(Trainer):
         """
         inputs = self._prepare_inputs(inputs)
         targets = inputs.pop("target_items")
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad():  # in the precision of the weights, also where training is mixed
             retriever = self.accelerator.unwrap_model(model)
             output = retriever.generate(**inputs, **self._search, return_dict_in_generate=True)
         rows = output.item_rows.view(targets.shape[0], -1)
@@ -87,7 +105,7 @@ class DecoTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if self.args.train_sampling_strategy == "group_by_length":
             batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return LengthGroupedSampler(batch_size, lengths=dataset.lengths.tolist())
+            return LengthSampler(dataset.lengths.tolist(), batch_size, self.args.data_seed or self.args.seed)
         return super()._get_train_sampler(train_dataset)
 
     def _get_eval_sampler(self, eval_dataset):
