@@ -246,9 +246,7 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
         if concepts is not None or copies is not None:
             raise ValueError("`concepts` are Deco's: a full backbone searches from `item_codes`.")
         mask = self._check_inputs(item_codes, attention_mask)
-        if not mask.shape[1]:  # no history at all: one column of padding keeps the shapes
-            item_codes = item_codes.new_zeros((mask.shape[0], 1, self.config.num_codebooks))
-            mask = torch.zeros((mask.shape[0], 1), dtype=torch.bool, device=mask.device)
+        item_codes, mask = self._with_a_column(item_codes, mask)
         scorer = BackboneScorer(self, item_codes, mask)
         if self.pointer is None:
             return scorer, None

@@ -159,9 +159,7 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         return scorer, None if copies is None else BeamCopies.start(copies, self.trie)
 
     def _search_history(self, item_codes, mask: torch.BoolTensor) -> tuple[DecoderScorer, BeamCopies | None]:
-        if not mask.shape[1]:  # no history at all: one column of padding keeps the shapes
-            item_codes = item_codes.new_zeros((mask.shape[0], 1, self.config.num_codebooks))
-            mask = torch.zeros((mask.shape[0], 1), dtype=torch.bool, device=mask.device)
+        item_codes, mask = self._with_a_column(item_codes, mask)
         token_states = self._read(item_codes, mask)
         users = torch.arange(mask.shape[0], device=mask.device)
         last = (mask * (torch.arange(mask.shape[1], device=mask.device) + 1)).amax(1) - 1

@@ -343,8 +343,7 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
             raise ValueError(
                 f"`labels` must have the shape of `item_codes`, {tuple(item_codes.shape)}, got {tuple(labels.shape)}."
             )
-        known = mask.any(1) if from_start is None else mask.any(1) & from_start
-        known = known.nonzero().squeeze(1)
+        known = (mask.any(1) if from_start is None else mask.any(1) & from_start).nonzero().squeeze(1)
         first = mask[known].to(torch.int8).argmax(1)
         inside = self.trie.rows(item_codes[known, first]) >= 0  # what is never retrieved is no target
         known, first = known[inside], first[inside]
@@ -377,6 +376,13 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
             gate[targets.users, positions] * known,
             paths[targets.users],
         )
+
+    def _with_a_column(self, item_codes, mask: torch.BoolTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        """Histories `(B, T, K)` and mask `(B, T)`; where no history has a column, one of padding keeps the shapes."""
+        if mask.shape[1]:
+            return item_codes, mask
+        item_codes = item_codes.new_zeros((mask.shape[0], 1, self.config.num_codebooks))
+        return item_codes, torch.zeros((mask.shape[0], 1), dtype=torch.bool, device=mask.device)
 
     def _check_inputs(self, item_codes: torch.LongTensor, attention_mask: torch.LongTensor | None) -> torch.BoolTensor:
         """The boolean attention mask `(B, T)`, after shapes are checked."""
