@@ -64,3 +64,5 @@ def test_the_demonstration_trains_tests_and_recommends(source, tmp_path, capsys)
     shown = text.split("Recommended next:\n")[1].split("Bought next:")[0].strip("\n").split("\n")
     assert len(shown) == 10 and all(kind[:1].isdigit() for kind in (line.split()[2] for line in shown))
     assert run_demo(str(tmp_path), 28, source, **options) == metrics  # a second time it only shows
+    with pytest.raises(ValueError, match="holds a finished run with another `interactions`"):
+        run_demo(str(tmp_path), 20, source, **options)

@@ -82,7 +82,9 @@ def run_demo(output_dir: str = "runs/demo", num_products: int = 2000, source: Pa
     from .training.report import format_metrics
     from .training.run import train
 
-    log_file, item_file = prepare_grocery(Path(output_dir) / "completejourney", num_products, source)
+    # One folder a cut: a finished run of another cut is then told apart, and its files stay.
+    folder = Path(output_dir) / f"top{num_products}" / "completejourney"
+    log_file, item_file = prepare_grocery(folder, num_products, source)
     settings = {
         "interactions": str(log_file),
         "items": str(item_file),
