@@ -188,7 +188,7 @@ class Reference:
         return mix
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model():
     return build_model
 

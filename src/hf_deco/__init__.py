@@ -3,20 +3,26 @@
 __version__ = "0.1.0.dev0"
 
 from transformers import AutoConfig, AutoModel, AutoProcessor
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from .models.configuration_deco import BackboneConfig, DecoConfig
-from .models.generation_sid import SIDGenerationConfig, SIDGenerationOutput, TrieLogitsProcessor
+from .models.generation_config_sid import SIDGenerationConfig, SIDGenerationOutput
+from .models.generation_sid import TrieLogitsProcessor
 from .models.modeling_backbone import BackboneForSIDRetrieval
 from .models.modeling_deco import DecoForSIDRetrieval
+from .models.pipeline_sid import TASK, SIDRetrievalPipeline
 from .models.processing_deco import DecoProcessor
 from .models.trie import SIDTrie
 
-AutoConfig.register(DecoConfig.model_type, DecoConfig)
-AutoModel.register(DecoConfig, DecoForSIDRetrieval)
-AutoProcessor.register(DecoConfig, DecoProcessor)
-AutoConfig.register(BackboneConfig.model_type, BackboneConfig)
-AutoModel.register(BackboneConfig, BackboneForSIDRetrieval)
-AutoProcessor.register(BackboneConfig, DecoProcessor)
+for _config, _model in ((DecoConfig, DecoForSIDRetrieval), (BackboneConfig, BackboneForSIDRetrieval)):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _model)
+    AutoProcessor.register(_config, DecoProcessor)
+    # From here on whatever is saved carries its code, and loads without this package by `trust_remote_code=True`.
+    _config.register_for_auto_class("AutoConfig")
+    _model.register_for_auto_class("AutoModel")
+DecoProcessor.register_for_auto_class("AutoProcessor")
+PIPELINE_REGISTRY.register_pipeline(TASK, pipeline_class=SIDRetrievalPipeline, pt_model=AutoModel)
 
 __all__ = [
     "BackboneConfig",
@@ -26,6 +32,7 @@ __all__ = [
     "DecoProcessor",
     "SIDGenerationConfig",
     "SIDGenerationOutput",
+    "SIDRetrievalPipeline",
     "SIDTrie",
     "TrieLogitsProcessor",
 ]

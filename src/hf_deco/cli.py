@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -17,6 +18,7 @@ Generative recommendation: items get semantic IDs, a model reads a user's histor
   hf-deco train config.yaml                        train on your log and test beside untrained floors
   hf-deco evaluate runs/deco/model config.yaml     test a checkpoint again
   hf-deco recommend --model runs/deco/model --items ID ID ID
+  hf-deco push runs/deco/model org/name            publish a checkpoint on the Hub
 """
 
 TRAIN = """\
@@ -45,14 +47,25 @@ Give every item a semantic ID and report how good they are.
 
   hf-deco build-sids --items items.csv --output-dir sids
   hf-deco build-sids --items items.parquet --interactions log.parquet --codebook-sizes 256 256 256 --output-dir sids
+  hf-deco build-sids --items items.csv --method basis-rq --width 96 --output-dir sids --tokenizer-dir tokenizer
 
 Items that would share an ID are taken in order of popularity, so give the log where you have one.
+Methods other than rq-kmeans are trained by gradient; the same command goes on with a training that was stopped.
 """
 
 RECOMMEND = """\
 Recommend items after a history, oldest item first.
 
   hf-deco recommend --model runs/demo/model --items 1029743 995242
+"""
+
+PUSH = """\
+Push a checkpoint to the Hub: model, processor, code, adapter and card (README.md) in one commit.
+
+  hf-deco push runs/mine/model org/name
+  hf-deco push runs/mine/model org/name --private --revision experiment
+
+Log in first, by `hf auth login` or the variable HF_TOKEN. Pickles and a trainer's state stay behind.
 """
 
 
@@ -98,6 +111,10 @@ def _evaluate(argv: list[str]) -> None:
 
 
 def _sid_parser() -> argparse.ArgumentParser:
+    from .items.quantizer_training import INITS, QuantizerTraining
+    from .items.tokenizer import METHODS
+
+    training = QuantizerTraining()
     parser = argparse.ArgumentParser("hf-deco build-sids", description=BUILD_SIDS, formatter_class=_Formatter)
     add = parser.add_argument
     add("--items", required=True, help="item table: CSV, Parquet or JSON Lines")
@@ -114,7 +131,16 @@ def _sid_parser() -> argparse.ArgumentParser:
     model = "sentence-transformers/all-MiniLM-L6-v2"
     add("--embedding-model", default=model, help="sentence-transformers model, name or path (default: %(default)s)")
     add("--codebook-sizes", nargs="+", type=int, default=[2048] * 4, help="codes per level (default: 2048, 4 times)")
-    add("--seed", type=int, default=0, help="seed of k-means (default: 0)")
+    add("--method", default="rq-kmeans", choices=METHODS, help="how codes are learned (default: rq-kmeans)")
+    add("--width", type=int, help="project the embeddings onto this many principal directions first")
+    add("--collisions", default="resolve", choices=("resolve", "keep"), help="keep: items may share an ID")
+    add("--category-column", default="categories", help="column for the report's purity (default: categories)")
+    add("--num-steps", type=int, default=training.num_steps, help="steps of a gradient method (default: %(default)s)")
+    add("--batch-size", type=int, default=training.batch_size, help="items a step (default: %(default)s)")
+    add("--learning-rate", type=float, default=training.learning_rate, help="of the first step (default: %(default)s)")
+    add("--init", default=training.init, choices=INITS, help="where codebooks start (default: %(default)s)")
+    add("--tokenizer-dir", help="folder for the tokenizer itself, which encodes new items")
+    add("--seed", type=int, default=0, help="seed of the training (default: 0)")
     return parser
 
 
@@ -128,10 +154,13 @@ def _build_sids(argv: list[str]) -> None:
     from .items.sid_table import SIDTable
     from .training.preparation import SPLITS, check_capacity, read_embeddings
 
+    tokenizer = _make_tokenizer(args)
     items = read_items(
         args.items, item_column=args.item_column, text_columns=args.text_columns, title_column=args.title_column
     )
-    check_capacity(args.codebook_sizes, len(items))
+    if args.collisions == "resolve":
+        check_capacity(args.codebook_sizes, len(items))
+    categories = _read_categories(args)
     popularity = None
     if args.interactions is not None:
         columns = {"user_column": args.user_column, "timestamp_column": args.timestamp_column}
@@ -141,12 +170,38 @@ def _build_sids(argv: list[str]) -> None:
         embeddings = embed_texts(items.texts, args.embedding_model)
     else:
         embeddings = read_embeddings(args.embeddings, len(items))
-    table = SIDTable.build(
-        items.item_ids, embeddings, args.codebook_sizes, popularity=popularity, titles=items.titles, seed=args.seed
-    )
+    checkpoint = Path(f"{Path(args.output_dir)}.training.safetensors")
+    tokenizer.fit(embeddings, checkpoint)
+    options = {"popularity": popularity, "titles": items.titles, "categories": categories}
+    table = SIDTable.from_tokenizer(tokenizer, items.item_ids, embeddings, **options, collisions=args.collisions)
+    if args.tokenizer_dir is not None:
+        tokenizer.save(args.tokenizer_dir)
     table.save(args.output_dir)
+    checkpoint.unlink(missing_ok=True)
     print(format_report(table.report))
-    print(f"SID table: {args.output_dir}")
+    print(f"SID table: {args.output_dir}   tokenizer version: {table.tokenizer_version}")
+
+
+def _make_tokenizer(args: argparse.Namespace):
+    from .items.quantizer_training import QuantizerTraining
+    from .items.tokenizer import ItemTokenizer
+
+    training = QuantizerTraining(
+        num_steps=args.num_steps, batch_size=args.batch_size, learning_rate=args.learning_rate, init=args.init
+    )
+    options = {"width": args.width, "training": training, "seed": args.seed}
+    return ItemTokenizer(args.codebook_sizes, args.method, **options, verbose=args.method != "rq-kmeans")
+
+
+def _read_categories(args: argparse.Namespace) -> list[str] | None:
+    """The column of categories; that of the default name may be absent."""
+    from .data.tables import read_columns
+
+    name = args.category_column
+    default = _sid_parser().get_default("category_column")
+    required = {} if name == default else {name: "category_column"}
+    table = read_columns(args.items, required, optional=(name,), as_text=(name,))
+    return table[name].fillna("").astype(str).tolist() if name in table.columns else None
 
 
 def _recommend(argv: list[str]) -> None:
@@ -157,10 +212,28 @@ def _recommend(argv: list[str]) -> None:
     parser.add_argument("--num-beams", type=int, default=100, help="beam width (default: 100)")
     args = parser.parse_args(argv)
 
-    from .serving.recommender import Recommender
+    from transformers import pipeline
 
-    recommender = Recommender.from_pretrained(args.model)
-    print(recommender.format(recommender.recommend([args.items], top_k=args.top_k, num_beams=args.num_beams)[0]))
+    from .serving.listing import format_items
+
+    retrieve = pipeline("sid-retrieval", model=args.model)
+    print(format_items(retrieve(args.items, top_k=args.top_k, num_beams=args.num_beams)))
+
+
+def _push(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("hf-deco push", description=PUSH, formatter_class=_Formatter)
+    parser.add_argument("folder", help="checkpoint folder")
+    parser.add_argument("repository", help="repository of the Hub, organisation/name; created where there is none")
+    parser.add_argument("--revision", help="branch (default: the main one)")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--message", default="Upload checkpoint", help="of the commit (default: %(default)s)")
+    args = parser.parse_args(argv)
+
+    from .hub import push_checkpoint
+
+    options = {"revision": args.revision, "private": args.private, "commit_message": args.message}
+    commit = push_checkpoint(args.folder, args.repository, **options)
+    print(f"{commit.repo_url} at {commit.oid}")
 
 
 def _demo(argv: list[str]) -> None:
@@ -182,6 +255,7 @@ COMMANDS = {
     "train": _train,
     "evaluate": _evaluate,
     "recommend": _recommend,
+    "push": _push,
 }
 
 if __name__ == "__main__":

@@ -119,17 +119,19 @@ def run_demo(output_dir: str = "runs/demo", num_products: int = 2000, source: Pa
 
 def show_shopper(model_folder: Path, args) -> None:
     """Print the latest purchases of a shopper of the test period and ten recommendations beside what came next."""
-    from .serving.recommender import Recommender
+    from transformers import pipeline
+
+    from .serving.listing import format_items
     from .training.preparation import prepare_log
 
     items, _, split = prepare_log(args)
     example = int(np.argmax(split.test.histories.lengths >= 10))  # the first shopper with a history to show
     history = items.item_ids[split.test.histories[example]].tolist()
-    recommender = Recommender.from_pretrained(model_folder)
+    retrieve = pipeline("sid-retrieval", model=str(model_folder))
     print("A shopper's latest purchases, oldest first:")
     for item in history[-10:]:
-        print(f"  {item:>10}  {recommender.processor.title(item)}")
+        print(f"  {item:>10}  {retrieve.processor.title(item)}")
     print("Recommended next:")
-    print(recommender.format(recommender.recommend([history], top_k=10)[0]))
+    print(format_items(retrieve(history, top_k=10)))
     target = items.item_ids[split.test.targets[example]]
-    print(f"Bought next: {target}  {recommender.processor.title(target)}")
+    print(f"Bought next: {target}  {retrieve.processor.title(target)}")

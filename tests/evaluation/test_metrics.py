@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hf_deco.evaluation import MISS, ranking_metrics, ranks_of_scores, ranks_of_targets
+from hf_deco.evaluation.metrics import ranks_in_lists
 
 
 def test_hand_counted_metrics():
@@ -60,6 +61,14 @@ def test_random_ranks_equal_list_index(seed):
     targets = draw.integers(30, size=40)
     expected = [row.index(t) if t in row else MISS for row, t in zip(retrieved.tolist(), targets.tolist(), strict=True)]
     assert ranks_of_targets(retrieved, targets).tolist() == expected
+
+
+def test_ranks_in_ragged_lists_of_ids():
+    retrieved = [["a", "b", "b"], [], [None, "c"], ["d"], np.array([4, -1, 7]), [-1, -1], [None]]
+    targets = ["b", "a", "c", "x", 7, -1, None]
+    assert ranks_in_lists(retrieved, targets).tolist() == [1, MISS, 1, MISS, 2, MISS, MISS]
+    with pytest.raises(ValueError, match="`retrieved` has 1 lists for 2 `targets`"):
+        ranks_in_lists([["a"]], ["a", "b"])
 
 
 def test_ranks_of_scores_favour_the_target_in_ties():

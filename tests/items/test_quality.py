@@ -30,10 +30,12 @@ def test_every_number_of_a_catalog_computed_by_hand():
     expected = {
         "num_items": 5,
         "codebook_sizes": [4, 2],
+        "utilization_before": 4 / 8,
         "utilization": 5 / 8,
         "collision_rate_before": 2 / 5,
         "collision_rate_after": 0.0,
         "largest_bucket_before": 2,
+        "largest_bucket_after": 1,
         "moved_share": 1 / 5,
         "levels": [
             # Shares 2/5, 2/5, 1/5 and 2/5, 3/5; perplexity is the product of share ** -share.

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_deco.items import RQKMeans, SIDTable, quality_report, resolve_collisions, storage
+from hf_deco.items import RQKMeans, SIDTable, folders, quality_report, resolve_collisions, storage
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +94,15 @@ def test_save_replaces_an_older_table(table, tmp_path):
 def test_interrupted_save_leaves_the_older_table(table, tmp_path, monkeypatch, failing):
     table.save(tmp_path / "sids")
     older = files(tmp_path / "sids")
-    original = getattr(storage, failing)
+    module = storage if failing == "_write_files" else folders
+    original = getattr(module, failing)
 
     def interrupted(*arguments):
         if failing == "_write_files":
             original(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage, failing, interrupted)
+    monkeypatch.setattr(module, failing, interrupted)
     with pytest.raises(KeyboardInterrupt):
         table.select(table.item_ids[:3]).save(tmp_path / "sids")
     assert files(tmp_path / "sids") == older
@@ -125,7 +126,7 @@ def test_save_interrupted_between_its_renames(table, tmp_path, monkeypatch):
     monkeypatch.undo()
 
     folder.rename(tmp_path / "sids.previous")  # what a killed process leaves
-    with pytest.raises(FileNotFoundError, match=r"interrupted save left the table before in '.*sids\.previous'"):
+    with pytest.raises(FileNotFoundError, match=r"interrupted save left the one before in '.*sids\.previous'"):
         SIDTable.load(folder)
     assert_equal(SIDTable.load(tmp_path / "sids.previous"), table)
     table.save(folder)

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_deco import SIDGenerationConfig, SIDGenerationOutput, SIDTrie
-from hf_deco.models.generation_sid import top_per_user
+from hf_deco.models.beam_search_sid import top_per_user
 
 SHAPES = [((7,), 6), ((5, 4), 12), ((5, 1, 6), 17), ((3, 4, 2, 5), 40), ((2,) * 7, 25)]
 NORMALIZATIONS = ["children", "vocabulary"]

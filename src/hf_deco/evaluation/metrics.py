@@ -65,6 +65,29 @@ def ranks_of_targets(retrieved: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return np.where(place < retrieved.shape[1], place, MISS)
 
 
+def ranks_in_lists(retrieved: Sequence[Sequence], targets: Sequence) -> np.ndarray:
+    """Find each target in its list of retrieved items, where lists differ in length or items are ids.
+
+    Args:
+        retrieved (`Sequence` of `E` sequences): items, best first, as integers or strings; -1 or None where nothing was
+            found.
+        targets (`Sequence` of length `E`): items; -1 or None is found nowhere.
+
+    Returns:
+        `np.ndarray` of shape `(E,)`, int64: first place of the target, or [`MISS`].
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    if len(retrieved) != len(targets):
+        raise ValueError(f"`retrieved` has {len(retrieved)} lists for {len(targets)} `targets`; need one for each.")
+    ranks = np.full(len(targets), MISS)
+    for row, (items, target) in enumerate(zip(retrieved, targets, strict=True)):
+        if target is not None and target != -1 and target in items:
+            ranks[row] = list(items).index(target)
+    return ranks
+
+
 def ranks_of_scores(scores: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Count the items that score strictly higher than the target, so that ties favour the target.
 

@@ -1,14 +1,25 @@
 """Content to embeddings to semantic IDs."""
 
 from .collisions import resolve_collisions
+from .drift import EmbeddingDrift
 from .embedding import check_embeddings, embed_texts
+from .projection import Projection
 from .quality import format_report, quality_report
+from .quantizer_training import QuantizerTraining
 from .rq_kmeans import RQKMeans
 from .sid_table import SIDTable
+from .streaming import SIDUpdate, StreamingTokenizer
+from .tokenizer import ItemTokenizer
 
 __all__ = [
+    "EmbeddingDrift",
+    "ItemTokenizer",
+    "Projection",
+    "QuantizerTraining",
     "RQKMeans",
     "SIDTable",
+    "SIDUpdate",
+    "StreamingTokenizer",
     "check_embeddings",
     "embed_texts",
     "format_report",

@@ -9,11 +9,12 @@ from itertools import groupby
 import numpy as np
 
 from .embedding import check_embeddings
-from .rq_kmeans import CHUNK_ROWS, check_codes, distances_to_codes
+from .reconstruction import Reconstruction, as_reconstruction
+from .rq_kmeans import CHUNK_ROWS, check_codes
 
 
 def resolve_collisions(
-    codes, embeddings, codebooks: Sequence[np.ndarray], popularity, item_ids=None
+    codes, embeddings, codebooks: Sequence[np.ndarray] | Reconstruction, popularity, item_ids=None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gives items that share a semantic ID different ones, at the least cost to the popular and to the meaning.
 
@@ -26,7 +27,8 @@ def resolve_collisions(
     Args:
         codes (array-like of shape `(N, K)`): codes before, from `RQKMeans.encode`; not changed.
         embeddings (array-like of shape `(N, d)`): the embeddings behind them.
-        codebooks (sequence of K arrays of shape `(V_k, d)`): the centroids of each level.
+        codebooks (sequence of K arrays of shape `(V_k, d)`, or a [`Reconstruction`]): the centroids of each level, or
+            a quantiser whose codes mean something else after other prefixes; what is near is judged by it.
         popularity (array-like of shape `(N,)`): training interactions of each item.
         item_ids (array-like of shape `(N,)`, *optional*): what ties are broken by; the row when left out.
 
@@ -36,7 +38,8 @@ def resolve_collisions(
     Raises:
         ValueError: an argument is malformed, or there are more items than IDs.
     """
-    sizes = tuple(len(codebook) for codebook in codebooks)
+    books = as_reconstruction(codebooks)
+    sizes = books.codebook_sizes
     codes = np.asarray(codes)
     check_codes(codes, sizes)
     check_capacity(len(codes), sizes)
@@ -51,7 +54,7 @@ def resolve_collisions(
     for level in reversed(range(len(sizes))):
         if not homeless.size:
             break
-        homeless = _place(homeless, level, codes, embeddings, codebooks)
+        homeless = _place(homeless, level, codes, embeddings, books)
     return codes, moved
 
 
@@ -101,22 +104,22 @@ def _priority(popularity, item_ids, num_items: int) -> np.ndarray:
     return np.lexsort(keys)
 
 
-def _place(homeless, level: int, codes, embeddings, codebooks) -> np.ndarray:
+def _place(homeless, level: int, codes, embeddings, books: Reconstruction) -> np.ndarray:
     """Places items below their prefix of `level` codes, in the order given; returns those that found no room there.
 
     Prefixes are independent of each other, so items are taken prefix by prefix, which needs the occupancy of one
     subtree at a time.
     """
     # Homeless items count where they came from, which changes nothing: that ID, or all below that prefix, is taken.
-    occupancy = _Occupancy(codes, [len(codebook) for codebook in codebooks])
+    occupancy = _Occupancy(codes, books.codebook_sizes)
     prefix = prefix_ids(codes[homeless])[level - 1] if level else np.zeros(len(homeless), dtype=np.int64)
     by_prefix = homeless[np.argsort(prefix, kind="stable")]
     turned_away = np.zeros(len(codes), dtype=bool)
-    steps = _residuals_and_distances(by_prefix, level, codes, embeddings, codebooks)
+    steps = _distances(by_prefix, level, codes, embeddings, books)
     for start, members in groupby(steps, key=lambda step: tuple(codes[step[0], :level].tolist())):
         occupancy.forget()
-        for item, residual, distances in members:
-            path = occupancy.claim_nearest(start, residual, distances, codebooks)
+        for item, distances in members:
+            path = occupancy.claim_nearest(start, embeddings[item], distances, books)
             if path is None:
                 turned_away[item] = True
             else:
@@ -124,14 +127,13 @@ def _place(homeless, level: int, codes, embeddings, codebooks) -> np.ndarray:
     return homeless[turned_away[homeless]]
 
 
-def _residuals_and_distances(items, level: int, codes, embeddings, codebooks) -> Iterator[tuple]:
-    """Yields each item with its residual `(d,)` and distances `(V,)` at a level, computed for a chunk at once."""
+def _distances(items, level: int, codes, embeddings, books: Reconstruction) -> Iterator[tuple]:
+    """Yields each item with its distances `(V,)` to the codes of a level, computed for a chunk at once."""
     for start in range(0, len(items), CHUNK_ROWS):
         chunk = items[start : start + CHUNK_ROWS]
-        residual = embeddings[chunk]
-        for codebook, column in zip(codebooks[:level], codes[chunk, :level].T, strict=True):
-            residual -= codebook[column]
-        yield from zip(chunk, residual, distances_to_codes(residual, codebooks[level]), strict=True)
+        prefixes = codes[chunk, :level]
+        *_, residual = books.residuals(embeddings[chunk], prefixes)
+        yield from zip(chunk, books.distances(residual, prefixes), strict=True)
 
 
 class _Occupancy:
@@ -153,13 +155,14 @@ class _Occupancy:
     def forget(self) -> None:
         self.counts.clear()
 
-    def claim_nearest(self, prefix: tuple[int, ...], residual, distances, codebooks) -> tuple[int, ...] | None:
+    def claim_nearest(self, prefix: tuple[int, ...], embedding, distances, books) -> tuple[int, ...] | None:
         """Walks down from a prefix, each time to the nearest child with room, and takes the ID it ends at."""
         claimed = []
         while len(prefix) < len(self.sizes):
-            if claimed:  # the residual of the new prefix; at the start the caller has computed both
-                residual = residual - codebooks[len(prefix) - 1][prefix[-1]]
-                distances = distances_to_codes(residual[None], codebooks[len(prefix)])[0]
+            if claimed:  # at the start the caller has computed them
+                codes = np.array([prefix])
+                *_, residual = books.residuals(embedding[None], codes)
+                distances = books.distances(residual, codes)[0]
             counts = self._counts(prefix)
             has_room = counts < self.room[len(prefix)]
             if not has_room.any():  # at the first step only: a child with room has a child with room

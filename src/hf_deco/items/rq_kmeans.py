@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .embedding import check_embeddings
+from .reconstruction import distances_to_codes
 
 # Rows handled at once, so that the (rows, codes) distances stay small whatever the size of the catalog.
 CHUNK_ROWS = 8192
@@ -80,7 +81,7 @@ class RQKMeans:
             ValueError: the embeddings are malformed, or fewer of them are distinct than the first level has codes.
         """
         embeddings = check_embeddings(embeddings)
-        _check_enough_items(embeddings, self.codebook_sizes)
+        check_enough_items(embeddings, self.codebook_sizes)
         residual = embeddings.copy()
         codes = np.empty((len(residual), len(self.codebook_sizes)), dtype=np.int32)
         codebooks = []
@@ -173,7 +174,7 @@ def check_codes(codes: np.ndarray, codebook_sizes: Sequence[int]) -> None:
         )
 
 
-def _check_enough_items(embeddings: np.ndarray, codebook_sizes: tuple[int, ...]) -> None:
+def check_enough_items(embeddings: np.ndarray, codebook_sizes: tuple[int, ...]) -> None:
     wanted = codebook_sizes[0]
     distinct: set[bytes] = set()
     for row in embeddings:  # stops after about `wanted` rows on an ordinary catalog
@@ -248,14 +249,6 @@ def _assign(points: np.ndarray, codebook: np.ndarray) -> np.ndarray:
 
 def _nearest(points: np.ndarray, codebook: np.ndarray) -> np.ndarray:
     return distances_to_codes(points, codebook).argmin(axis=1).astype(np.int32)
-
-
-def distances_to_codes(points: np.ndarray, codebook: np.ndarray) -> np.ndarray:
-    """Squared distances `(n, V)` up to a constant a row: `|c|^2 - 2 <x, c>` ranks codes as `|x - c|^2` does."""
-    distances = points @ codebook.T
-    distances *= -2
-    distances += np.square(codebook).sum(axis=1)
-    return distances
 
 
 def _chunks(length: int) -> list[slice]:

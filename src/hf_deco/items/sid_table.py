@@ -10,8 +10,10 @@ import numpy as np
 
 from .collisions import check_capacity, check_popularity, resolve_collisions
 from .embedding import check_embeddings
-from .quality import quality_report
-from .rq_kmeans import RQKMeans, check_codebook_sizes, check_codes
+from .quality import check_categories, quality_report
+from .quantizer_training import QuantizerTraining
+from .rq_kmeans import check_codebook_sizes, check_codes
+from .tokenizer import ItemTokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,7 @@ class SIDTable:
         report (`dict`): what `quality_report` measured when the table was built, or empty.
         titles (array-like of shape `(N,)`, *optional*): titles to show; a missing one becomes the empty string.
         seed (`int`, *optional*): seed the table was built with.
+        tokenizer_version (`str`, *optional*): `version_id` of the tokenizer that chose the codes.
 
     Raises:
         ValueError: the parts do not fit together, or an item id appears twice.
@@ -38,6 +41,7 @@ class SIDTable:
     report: dict = field(default_factory=dict)
     titles: np.ndarray | None = None
     seed: int | None = None
+    tokenizer_version: str | None = None
 
     def __post_init__(self):
         item_ids = check_item_ids(self.item_ids)
@@ -65,26 +69,30 @@ class SIDTable:
         embeddings,
         codebook_sizes: Sequence[int] = (2048,) * 4,
         *,
+        method: str = "rq-kmeans",
+        width: int | None = None,
+        training: QuantizerTraining | None = None,
         popularity=None,
         titles=None,
+        categories=None,
         collisions: str = "resolve",
         seed: int = 0,
         num_iterations: int = 25,
         verbose: bool = False,
     ) -> SIDTable:
-        """Makes semantic IDs from embeddings by residual k-means.
+        """Makes semantic IDs from embeddings: trains a tokenizer on them, then does as `from_tokenizer` does.
 
         Args:
             item_ids (array-like of shape `(N,)`): distinct item ids.
             embeddings (array-like of shape `(N, d)`): one row an item, for instance from `embed_texts`.
-            codebook_sizes (sequence of `int`): codes per level.
-            popularity (array-like of shape `(N,)`, *optional*): training interactions of each item, by which colliding
-                items are ranked; item ids alone rank them when left out.
-            titles (array-like of shape `(N,)`, *optional*): titles to keep in the table.
-            collisions (`str`): `"resolve"` gives every item an ID of its own, `"keep"` lets items share one.
-            seed (`int`): seed of the k-means.
-            num_iterations (`int`): k-means iterations a level.
-            verbose (`bool`): print progress.
+            codebook_sizes (sequence of `int`): codes per level, at least 2 each.
+            method (`str`): `"rq-kmeans"`, or one that is trained by gradient; see [`ItemTokenizer`].
+            width (`int`, *optional*): principal directions to project the embeddings onto first.
+            training ([`QuantizerTraining`], *optional*): how a gradient method is trained.
+            popularity, titles, categories, collisions: see `from_tokenizer`.
+            seed (`int`): seed of the training.
+            num_iterations (`int`): k-means iterations a level, for `"rq-kmeans"`.
+            verbose (`bool`): show progress.
 
         Returns:
             `SIDTable`, with its report.
@@ -92,23 +100,62 @@ class SIDTable:
         Raises:
             ValueError: an argument is malformed, or the catalog is too small or too large for `codebook_sizes`.
         """
-        item_ids = check_item_ids(item_ids)
-        embeddings = check_embeddings(embeddings, len(item_ids))
-        titles = _check_titles(titles, len(item_ids))
-        popularity = check_popularity(np.zeros(len(item_ids)) if popularity is None else popularity, len(item_ids))
-        if collisions not in ("resolve", "keep"):
-            raise ValueError(f'`collisions` must be "resolve" or "keep", got {collisions!r}.')
-        quantizer = RQKMeans(codebook_sizes, num_iterations=num_iterations, seed=seed, verbose=verbose)
+        checked = _check_items(item_ids, embeddings, popularity, titles, categories)
+        _check_collisions(collisions, len(checked[0]), check_codebook_sizes(codebook_sizes))
+        options = {"width": width, "training": training, "num_iterations": num_iterations, "seed": seed}
+        tokenizer = ItemTokenizer(codebook_sizes, method, **options, verbose=verbose).fit(checked[1])
+        return cls.from_tokenizer(
+            tokenizer,
+            item_ids,
+            checked[1],
+            popularity=popularity,
+            titles=titles,
+            categories=categories,
+            collisions=collisions,
+        )
+
+    @classmethod
+    def from_tokenizer(
+        cls,
+        tokenizer: ItemTokenizer,
+        item_ids,
+        embeddings,
+        *,
+        popularity=None,
+        titles=None,
+        categories=None,
+        collisions: str = "resolve",
+    ) -> SIDTable:
+        """Gives items semantic IDs by a tokenizer that has learned already.
+
+        Args:
+            tokenizer ([`ItemTokenizer`]): chooses the codes.
+            item_ids (array-like of shape `(N,)`): distinct item ids.
+            embeddings (array-like of shape `(N, d)`): one row an item.
+            popularity (array-like of shape `(N,)`, *optional*): training interactions of each item, by which colliding
+                items are ranked; item ids alone rank them when left out.
+            titles (array-like of shape `(N,)`, *optional*): titles to keep in the table.
+            categories (sequence of N `str`, *optional*): what items are, for the report's `prefix_purity`.
+            collisions (`str`): `"resolve"` gives every item an ID of its own, `"keep"` lets items share one.
+
+        Returns:
+            `SIDTable`, with its report. Its codebooks add up to what the codes stand for (of `"prefix-basis-rq"`, on
+            average), in the space that the tokenizer projects to.
+
+        Raises:
+            ValueError: an argument is malformed, or there are more items than IDs.
+        """
+        checked = _check_items(item_ids, embeddings, popularity, titles, categories)
+        item_ids, embeddings, popularity, titles = checked
+        _check_collisions(collisions, len(item_ids), tokenizer.codebook_sizes)
+        points, books = tokenizer.project(embeddings), tokenizer.reconstruction
+        before = tokenizer.quantizer.encode(points)
+        codes, moved = before, np.zeros(len(before), dtype=bool)
         if collisions == "resolve":
-            check_capacity(len(item_ids), quantizer.codebook_sizes)
-        before = quantizer.fit_encode(embeddings)
-        codebooks = quantizer.codebooks
-        if collisions == "resolve":
-            codes, moved = resolve_collisions(before, embeddings, codebooks, popularity, item_ids)
-        else:
-            codes, moved = before, np.zeros(len(before), dtype=bool)
-        report = quality_report(before, codes, embeddings, codebooks, moved)
-        return cls(item_ids, codes, quantizer.codebook_sizes, codebooks, report, titles, seed)
+            codes, moved = resolve_collisions(before, points, books, popularity, item_ids)
+        report = quality_report(before, codes, points, books, moved, categories)
+        codebooks, version = tokenizer.codebooks(codes), tokenizer.version_id
+        return cls(item_ids, codes, tokenizer.codebook_sizes, codebooks, report, titles, tokenizer.seed, version)
 
     def select(self, item_ids) -> SIDTable:
         """The table of some items, in the order given, with the same codebooks.
@@ -126,7 +173,13 @@ class SIDTable:
         rows = np.array([row_of[item_id] for item_id in item_ids.tolist()])
         titles = None if self.titles is None else self.titles[rows]
         return SIDTable(
-            self.item_ids[rows], self.codes[rows], self.codebook_sizes, self.codebooks, titles=titles, seed=self.seed
+            self.item_ids[rows],
+            self.codes[rows],
+            self.codebook_sizes,
+            self.codebooks,
+            titles=titles,
+            seed=self.seed,
+            tokenizer_version=self.tokenizer_version,
         )
 
     def save(self, folder: str | Path) -> None:
@@ -161,6 +214,24 @@ def check_item_ids(item_ids) -> np.ndarray:
         repeated = _some(unique[counts > 1].tolist())
         raise ValueError(f"`item_ids` names {repeated} more than once; give each item one row.")
     return item_ids
+
+
+def _check_items(item_ids, embeddings, popularity, titles, categories) -> tuple:
+    """Item ids, embeddings, popularity and titles that fit together, or `ValueError`."""
+    item_ids = check_item_ids(item_ids)
+    embeddings = check_embeddings(embeddings, len(item_ids))
+    titles = _check_titles(titles, len(item_ids))
+    popularity = check_popularity(np.zeros(len(item_ids)) if popularity is None else popularity, len(item_ids))
+    if categories is not None:
+        check_categories(categories, len(item_ids))
+    return item_ids, embeddings, popularity, titles
+
+
+def _check_collisions(collisions: str, num_items: int, codebook_sizes: tuple[int, ...]) -> None:
+    if collisions not in ("resolve", "keep"):
+        raise ValueError(f'`collisions` must be "resolve" or "keep", got {collisions!r}.')
+    if collisions == "resolve":
+        check_capacity(num_items, codebook_sizes)
 
 
 def _check_titles(titles, num_items: int) -> np.ndarray | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 
 SHARED_HISTORY = "sid_shared_history"
 
@@ -15,30 +15,67 @@ class SharedHistory:
     """Keys and values of histories, once per user, and which beams belong to whom.
 
     Attributes:
-        cache ([`DynamicCache`]): Keys and values `(U, heads, T, head_dim)` of every layer.
+        keys, values (`list` of `torch.Tensor` of shape `(U, T, H_kv, d)`): Of every layer; finite at padding.
         mask (`torch.BoolTensor` of shape `(U, T)`): Positions that exist.
         users (`torch.LongTensor` of shape `(R,)`): User of every beam, ascending.
     """
 
-    cache: DynamicCache
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
     mask: torch.BoolTensor
     users: torch.LongTensor
 
     def __post_init__(self):
         counts = torch.bincount(self.users, minlength=self.mask.shape[0])
         starts = torch.cumsum(counts, 0) - counts
-        self.slots = torch.arange(self.users.shape[0], device=self.users.device) - starts[self.users]
         self.width = int(counts.max())
+        self.cells = self.users * self.width + torch.arange(self.users.shape[0], device=counts.device)
+        self.cells -= starts[self.users]
 
     def group(self, rows: torch.Tensor) -> torch.Tensor:
         """Beams `(R, H, d)` by user: `(U, H, width, d)`, zeros where a user has fewer."""
-        grouped = rows.new_zeros((self.mask.shape[0], self.width, *rows.shape[1:]))
-        grouped[self.users, self.slots] = rows
-        return grouped.transpose(1, 2)
+        shape = (self.mask.shape[0] * self.width, *rows.shape[1:])
+        if rows.shape[0] != shape[0]:
+            rows = rows.new_zeros(shape).index_copy_(0, self.cells, rows)
+        return rows.unflatten(0, (-1, self.width)).transpose(1, 2)
 
     def ungroup(self, grouped: torch.Tensor) -> torch.Tensor:
         """The inverse of `group`: `(U, H, width, d)` to `(R, H, d)`."""
-        return grouped[self.users, :, self.slots]
+        rows = grouped.transpose(1, 2).flatten(0, 1)
+        return rows if rows.shape[0] == self.cells.shape[0] else rows.index_select(0, self.cells)
+
+
+def attend_shared(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, shared: SharedHistory, scaling: float
+) -> torch.Tensor:
+    """Attention of one new token per beam over its user's history and its own suffix, under one softmax.
+
+    The history is read once per user, by all its beams in one product; it is never copied to beams.
+
+    Args:
+        query (`torch.Tensor` of shape `(R, H, d)`): Queries of the new tokens.
+        keys, values (`torch.Tensor` of shape `(R, s, H_kv, d)`): Suffixes, the new tokens included.
+        layer (`int`): Index of the layer.
+        shared ([`SharedHistory`]): Histories.
+        scaling (`float`): Factor of the scores.
+
+    Returns:
+        `torch.Tensor` of shape `(R, H, d)`.
+    """
+    repeats = query.shape[1] // keys.shape[2]
+    keys, values = (part.repeat_interleave(repeats, 2) for part in (keys, values))  # (R, s, H, d)
+    past = shared.keys[layer], shared.values[layer]
+    past_keys, past_values = (part.transpose(1, 2).repeat_interleave(repeats, 1) for part in past)  # (U, H, T, d)
+
+    past_scores = shared.group(query) @ past_keys.transpose(2, 3)  # (U, H, width, T)
+    past_scores = past_scores.masked_fill(~shared.mask[:, None, None], torch.finfo(past_scores.dtype).min)
+    past_length = past_scores.shape[-1]
+    own_scores = (query.unsqueeze(1) * keys).sum(-1).transpose(1, 2)  # (R, H, s)
+    scores = torch.cat([shared.ungroup(past_scores), own_scores], -1)
+    weights = (scores.float() * scaling).softmax(-1).to(values.dtype)  # (R, H, T + s)
+
+    read = shared.ungroup(shared.group(weights[..., :past_length]) @ past_values)
+    return read + (weights[..., past_length:].transpose(1, 2).unsqueeze(-1) * values).sum(1)
 
 
 def shared_history_attention(
@@ -51,17 +88,7 @@ def shared_history_attention(
     shared_history: SharedHistory,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one new token per beam over its user's history and its own suffix, under one softmax.
-
-    The history is read once per user, by all its beams in one product; it is never copied to beams.
-
-    Args:
-        module (`nn.Module`): The attention layer; gives its index and the number of query heads per key head.
-        query (`torch.Tensor` of shape `(R, H, 1, d)`): Queries of the new tokens.
-        key, value (`torch.Tensor` of shape `(R, H_kv, s, d)`): Suffixes, the new tokens included.
-        attention_mask (`torch.Tensor`): Not read: a beam sees its whole suffix.
-        scaling (`float`): Factor of the scores.
-        shared_history ([`SharedHistory`]): Histories.
+    """[`attend_shared`] as transformers calls attention: queries `(R, H, 1, d)`, keys and values `(R, H_kv, s, d)`.
 
     Returns:
         Outputs `(R, 1, H, d)`, and None in place of the weights.
@@ -77,20 +104,9 @@ def shared_history_attention(
             f"The search of a full backbone knows plain attention alone, but {type(module).__name__} caps its scores, "
             f"has sinks, or has a window ({window}) shorter than the history: use another backbone, or a light decoder."
         )
-    layer = shared_history.cache.layers[module.layer_idx]
-    repeats = query.shape[1] // key.shape[1]
-    past_keys, past_values = (part.repeat_interleave(repeats, 1) for part in (layer.keys, layer.values))
-    key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
-
-    past_scores = shared_history.group(query.squeeze(2)) @ past_keys.transpose(2, 3)  # (U, H, width, T)
-    past_scores = past_scores.masked_fill(~shared_history.mask[:, None, None], torch.finfo(past_scores.dtype).min)
-    past_length = past_scores.shape[-1]
-    scores = torch.cat([shared_history.ungroup(past_scores), (query @ key.transpose(2, 3)).squeeze(2)], -1)
-    weights = (scores.float() * scaling).softmax(-1).to(query.dtype)  # (R, H, T + s)
-
-    past = shared_history.ungroup(shared_history.group(weights[..., :past_length]) @ past_values)
-    suffix = (weights[..., past_length:].unsqueeze(2) @ value).squeeze(2)
-    return (past + suffix).unsqueeze(1), None
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    attended = attend_shared(query.squeeze(2), key, value, module.layer_idx, shared_history, scaling)
+    return attended.unsqueeze(1), None
 
 
 AttentionInterface.register(SHARED_HISTORY, shared_history_attention)

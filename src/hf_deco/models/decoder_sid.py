@@ -6,7 +6,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache
 
 from .configuration_deco import DecoConfig
 from .layers_sid import add_residual_dropout, make_transformer
@@ -132,29 +131,3 @@ class CodeDecoder(nn.Module):
             order = rows.argsort()  # as every other model has them: a teacher's scores are compared one by one
             levels.append((rows[order], states[order]))
         return levels
-
-
-class DecoderScorer:
-    """Runs a beam search in the light decoder, with its own cache of keys and values."""
-
-    def __init__(self, decoder: CodeDecoder, context: DecoderContext):
-        self.decoder, self.context = decoder, context
-        self.cache = DynamicCache(config=decoder.transformer.config)
-        self.users = torch.arange(context.tokens.shape[0], device=context.tokens.device)  # of every row
-
-    def start(self) -> torch.Tensor:
-        return self._read(self.context.tokens)
-
-    def advance(self, parents: torch.LongTensor, codes: torch.LongTensor, level: int) -> torch.Tensor:
-        self.cache.reorder_cache(parents)
-        self.users = self.users[parents]
-        return self._read(self.decoder.prefix_tokens(level, codes).unsqueeze(1))
-
-    def head(self, level: int) -> torch.Tensor:
-        return self.decoder.heads[level].weight
-
-    def _read(self, tokens: torch.Tensor) -> torch.Tensor:
-        context = self.context
-        if context.mask is not None or context.memory is not None:  # concepts alone are in the cache
-            context = context.select(self.users)
-        return self.decoder.read(context, tokens, cache=self.cache, use_cache=True)[:, -1]

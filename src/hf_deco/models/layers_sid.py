@@ -116,6 +116,14 @@ def _drop(probability: float, module: nn.Module, inputs: tuple, output: torch.Te
 
 def make_transformer(config) -> nn.Module:
     """A decoder-only model without its text embeddings: it reads `inputs_embeds` alone."""
-    model = AutoModel.from_config(config)
-    model.embed_tokens = None
-    return model
+    return drop_text_embedding(AutoModel.from_config(config))
+
+
+def drop_text_embedding(transformer: nn.Module) -> nn.Module:
+    """The same model without its table of text tokens, whatever the model calls it."""
+    table = transformer.get_input_embeddings()
+    for name, module in list(transformer.named_modules()):
+        for child_name, child in list(module._modules.items()):
+            if child is not None and child is table:
+                setattr(module, child_name, None)
+    return transformer

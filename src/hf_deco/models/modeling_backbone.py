@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
-from .attention_sid import SharedHistory, attention_over_shared_history
 from .configuration_deco import BackboneConfig
 from .layers_sid import groups_of_like_length
 from .modeling_sid import SIDRetrievalModel, SIDRetrievalOutput
 from .pointer_sid import BeamCopies, CopyState
+from .scorers_sid import BackboneScorer
 from .scoring_sid import Targets
 
 
@@ -44,51 +43,6 @@ class Prefixes:
         counts = torch.bincount(users, minlength=num_users)
         slots = torch.arange(rows.shape[0], device=rows.device) - (counts.cumsum(0) - counts)[users]
         return cls(rows, levels, users, slots, counts)
-
-
-class BackboneScorer:
-    """Runs a beam search in the backbone: histories are cached once per user, suffixes once per beam."""
-
-    def __init__(self, model: "BackboneForSIDRetrieval", item_codes: torch.LongTensor, mask: torch.BoolTensor):
-        self.model = model
-        per_item = model.config.tokens_per_item
-        self.mask = mask.repeat_interleave(per_item, 1)
-        self.history = DynamicCache()  # without a configuration: a sliding window would drop the oldest items
-        output = model.backbone(
-            inputs_embeds=model._tokens(item_codes), attention_mask=self.mask, cache=self.history, use_cache=True
-        )
-        for layer in self.history.layers:  # padding is never read, but 0 times NaN would be NaN
-            layer.values = layer.values.masked_fill(~self.mask[:, None, :, None], 0)
-        columns = torch.arange(self.mask.shape[1], device=mask.device)
-        self.last_positions = (self.mask * columns).amax(1)
-        states = output.last_hidden_state[:, per_item - 1 :: per_item].masked_fill(~mask.unsqueeze(-1), 0)
-        self.item_states = states
-        self.suffix = DynamicCache(config=model.backbone.config)
-        self.users = None  # (R,) user of every beam, once there are beams
-
-    def start(self) -> torch.Tensor:
-        per_item = self.model.config.tokens_per_item
-        return self.model._last_states(self.item_states, self.mask[:, per_item - 1 :: per_item])
-
-    def advance(self, parents: torch.LongTensor, codes: torch.LongTensor, level: int) -> torch.Tensor:
-        if self.users is None:
-            self.users = parents
-        else:
-            self.users = self.users[parents]
-            self.suffix.reorder_cache(parents)
-        transformer = self.model.backbone
-        with attention_over_shared_history(transformer):
-            output = transformer(
-                inputs_embeds=self.model.prefix_tokens(level, codes).unsqueeze(1),
-                position_ids=(self.last_positions[self.users] + 1 + level).unsqueeze(1),
-                cache=self.suffix,
-                use_cache=True,
-                shared_history=SharedHistory(self.history, self.mask, self.users),
-            )
-        return output.last_hidden_state[:, -1]
-
-    def head(self, level: int) -> torch.Tensor:
-        return self.model.heads[level].weight
 
 
 class BackboneForSIDRetrieval(SIDRetrievalModel):

@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_deco import DecoConfig
-from .decoder_sid import CodeDecoder, DecoderContext, DecoderScorer
+from .decoder_sid import CodeDecoder, DecoderContext
 from .modeling_sid import SIDRetrievalModel, SIDRetrievalOutput
 from .pointer_sid import BeamCopies, CopyState
+from .scorers_sid import DecoderScorer
 from .scoring_sid import Targets
 
 
@@ -77,8 +78,10 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
                 "search from `item_codes`."
             )
         mask = self._check_inputs(item_codes, attention_mask)
-        states = self.encode_history(item_codes, attention_mask)
-        copies = None if self.pointer is None else self._copy_state(item_codes, states, mask)
+        if self.pointer is None:
+            return SIDRetrievalOutput(concepts=self.concept_head(self._read_last(item_codes, mask)))
+        states = self._item_states(self._read(item_codes, mask))
+        copies = self._copy_state(item_codes, states, mask)
         return SIDRetrievalOutput(concepts=self.concept_head(self._last_states(states, mask)), copies=copies)
 
     def encode_concepts(
@@ -155,15 +158,18 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
                 f"`copies` are of {copies.gate.shape[0]} users, `concepts` of {concepts.shape[0]}: give those of the "
                 "same histories."
             )
-        scorer = DecoderScorer(self.decoder, DecoderContext(concepts.to(self.dtype)))
+        scorer = DecoderScorer(self.decoder, DecoderContext(concepts.to(self.dtype)), self.kernels)
         return scorer, None if copies is None else BeamCopies.start(copies, self.trie)
 
     def _search_history(self, item_codes, mask: torch.BoolTensor) -> tuple[DecoderScorer, BeamCopies | None]:
+        if self.pointer is None and self.config.decoder_input == "last_state":
+            context = DecoderContext(self.concept_head(self._read_last(item_codes, mask)))
+            return DecoderScorer(self.decoder, context, self.kernels), None
         item_codes, mask = self._with_a_column(item_codes, mask)
         token_states = self._read(item_codes, mask)
         users = torch.arange(mask.shape[0], device=mask.device)
         last = (mask * (torch.arange(mask.shape[1], device=mask.device) + 1)).amax(1) - 1
-        scorer = DecoderScorer(self.decoder, self._context(token_states, mask, users, last))
+        scorer = DecoderScorer(self.decoder, self._context(token_states, mask, users, last), self.kernels)
         if self.pointer is None:
             return scorer, None
         copies = self._copy_state(item_codes, self._item_states(token_states), mask)

@@ -1,17 +1,17 @@
 """What all models share: they read a history of items, carry a catalog, and learn from dense next-item targets."""
 
-import os
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import CONFIG_NAME, ModelOutput
+from transformers.utils import ModelOutput
 
+from .checkpoint_sid import CheckpointModel
 from .configuration_deco import SIDRetrievalConfig
-from .generation_sid import SIDGenerationConfig, SIDGenerationMixin
+from .generation_config_sid import SIDGenerationConfig
+from .generation_sid import SIDGenerationMixin
+from .inference_sid import EAGER, FlatTransformer, Layout, ReadSequences
 from .layers_sid import (
     CodeFuser,
     CodeTokens,
@@ -21,6 +21,7 @@ from .layers_sid import (
     principal_rows,
 )
 from .pointer_sid import CopyPointer, CopyState, TargetCopies
+from .pretrained_sid import PretrainedBackboneMixin
 from .scoring_sid import LevelScores, Targets, gold_log_probs, score_level
 from .trie import SIDTrie, check_codes
 
@@ -70,7 +71,7 @@ class SIDRetrievalOutput(ModelOutput):
     copies: CopyState | None = None
 
 
-class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
+class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationMixin):
     """
     Base of the models: history, catalog, targets, loss.
 
@@ -87,7 +88,7 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
     config: SIDRetrievalConfig
     base_model_prefix = "model"
     main_input_name = "item_codes"
-    input_modalities = ("text",)
+    input_modalities = output_modalities = ("text",)
     generation_config_class = SIDGenerationConfig
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -102,6 +103,7 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         self.pointer = CopyPointer(config.text_config.hidden_size) if config.copy_pointer else None
         self.register_buffer("catalog_codes", torch.zeros((config.num_items, config.num_codebooks), dtype=torch.int32))
         self._trie: SIDTrie | None = None
+        self.kernels = EAGER  # what inference computes between matrix products; an engine gives compiled ones
         add_residual_dropout(self.backbone, config.dropout)
 
     def _init_weights(self, module):
@@ -111,45 +113,6 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
             init.zeros_(module.catalog_codes)
             if module.pointer is not None:  # here, for a module without parameters of its own is never asked
                 init.constant_(module.pointer.gate_proj.bias, -2.0)  # copying has to earn its share
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a checkpoint; see [`PreTrainedModel.from_pretrained`].
-
-        Raises:
-            OSError: If a file is missing, or its weights are truncated or damaged.
-            ValueError: If the weights lack some of the model's tensors, or hold tensors or a catalog that do not fit
-                its configuration.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        folder = os.path.join(pretrained_model_name_or_path, kwargs.get("subfolder", ""))
-        if os.path.isdir(pretrained_model_name_or_path) and not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
-            raise OSError(f"{folder!r} holds no {CONFIG_NAME}: it is not a checkpoint, or not a whole one.")
-        ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are reported here
-        try:
-            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        except SafetensorError as error:
-            raise OSError(
-                f"The weights of {pretrained_model_name_or_path!r} are damaged or truncated ({error}): fetch the "
-                "checkpoint again."
-            ) from error
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise ValueError(
-                f"The checkpoint {pretrained_model_name_or_path!r} lacks {len(missing)} tensors of the model, such as "
-                f"{missing[:3]}: it is incomplete, or was saved by another architecture."
-            )
-        mismatched = sorted(info["mismatched_keys"])
-        if mismatched and not ignore_mismatched_sizes:
-            name, stored, expected = mismatched[0]
-            raise ValueError(
-                f"The checkpoint {pretrained_model_name_or_path!r} does not fit its configuration in {len(mismatched)} "
-                f"tensors, such as {name!r}: stored with shape {tuple(stored)}, {tuple(expected)} expected."
-            )
-        if model.catalog_codes.device.type != "meta" and model.config.num_items:
-            check_codes(model.catalog_codes, model.config.codebook_sizes)
-        return (model, info) if with_info else model
 
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
@@ -240,6 +203,9 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         Histories are read in groups of like length, trimmed to the longest of the group: little work is spent on
         padding.
         """
+        flat = self._flat_backbone()
+        if flat is not None:
+            return self._unpack(self._read_sequences(flat, item_codes, mask), mask)
         per_item, states = self.config.tokens_per_item, None
         for rows, start, end in groups_of_like_length(mask):
             group_mask = mask[rows, start:end].repeat_interleave(per_item, 1)
@@ -253,6 +219,32 @@ class SIDRetrievalModel(PreTrainedModel, SIDGenerationMixin):
         if states is None:
             return self.start_state.new_zeros((mask.shape[0], mask.shape[1] * per_item, self.start_state.shape[0]))
         return states
+
+    def _flat_backbone(self) -> FlatTransformer | None:
+        """The backbone over flat tokens, for inference; None in training, or where it is none that can be so read."""
+        if self.training or torch.is_grad_enabled() or not FlatTransformer.supports(self.backbone):
+            return None
+        return FlatTransformer(self.backbone, self.kernels)
+
+    def _read_sequences(
+        self, flat: FlatTransformer, item_codes: torch.LongTensor, mask: torch.BoolTensor, last_only: bool = False
+    ) -> ReadSequences:
+        """Read histories without their padding."""
+        tokens = self._tokens(item_codes[mask].unsqueeze(0)).squeeze(0)
+        return flat.read_sequences(tokens, Layout.of(mask.sum(1) * self.config.tokens_per_item), last_only)
+
+    def _unpack(self, read: ReadSequences, mask: torch.BoolTensor) -> torch.Tensor:
+        """States of all tokens that were read in their columns, `(B, T * tokens_per_item, d)`, zero at padding."""
+        places = mask.repeat_interleave(self.config.tokens_per_item, 1)
+        states = read.states.new_zeros((places.numel(), read.states.shape[-1]))
+        return states.index_copy_(0, places.flatten().nonzero().squeeze(1), read.states).view(*places.shape, -1)
+
+    def _read_last(self, item_codes: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
+        """State `(B, d)` of every whole history, the start state for those without items."""
+        flat = self._flat_backbone()
+        if flat is None:
+            return self._last_states(self._item_states(self._read(item_codes, mask)), mask)
+        return self._read_sequences(flat, item_codes, mask, last_only=True).last_states(self.start_state)
 
     def _tokens(self, item_codes: torch.LongTensor) -> torch.Tensor:
         """What the backbone reads of `(B, T, K)` codes; negative ones, which can only be padding, read as 0."""

@@ -1,18 +1,25 @@
 """Item ids to the tensors that a model reads, and retrieved SIDs back to item ids."""
 
 import json
+import operator
 import os
+import tempfile
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import BatchFeature, ProcessorMixin
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import PROCESSOR_NAME, cached_file
 
+from .strings_sid import PackedStrings
 from .trie import SIDTrie, check_codes
 
 CATALOG_FILE = "catalog.safetensors"
+PADDING_SIDES = ("left", "right")
+UNKNOWN_ITEMS = ("error", "drop")
 
 
 class DecoProcessor(ProcessorMixin):
@@ -22,15 +29,18 @@ class DecoProcessor(ProcessorMixin):
     ones that the model was not trained to retrieve, can stand in a history all the same.
 
     Args:
-        item_ids (`list[str]` of length `N`): Item ids, all different.
+        item_ids (`list[str]` of length `N`): Item ids, all different. Kept as [`PackedStrings`], a sequence of `str`.
         item_codes (`torch.Tensor` of shape `(N, K)`): SID of every item.
         codebook_sizes (`tuple[int, ...]` of length `K`): Codes per level.
         max_history_length (`int`, *optional*, defaults to 20): Items of a history that are read, the latest `T`.
         titles (`list[str]` of length `N`, *optional*): Titles to show.
         num_items (`int`, *optional*): Items of the model's catalog; all `N` by default.
+        padding_side (`str`, *optional*, defaults to `"left"`): Where shorter histories are padded, or `"right"`.
+        unknown_items (`str`, *optional*, defaults to `"error"`): What becomes of items that are not known: `"error"`
+            names them, `"drop"` leaves them out.
 
     Raises:
-        ValueError: If an id appears twice, lengths differ, or codes do not fit `codebook_sizes`.
+        ValueError: If an id appears twice, lengths differ, codes do not fit `codebook_sizes`, or an option is unknown.
 
     Example:
         ```python
@@ -47,6 +57,8 @@ class DecoProcessor(ProcessorMixin):
         ```
     """
 
+    model_input_names = ["item_codes", "attention_mask"]
+
     def __init__(
         self,
         item_ids: list[str],
@@ -55,31 +67,33 @@ class DecoProcessor(ProcessorMixin):
         max_history_length: int = 20,
         titles: list[str] | None = None,
         num_items: int | None = None,
+        padding_side: str = "left",
+        unknown_items: str = "error",
     ):
-        self.item_ids = [str(item) for item in item_ids]
-        self.titles = None if titles is None else [str(title) for title in titles]
+        self.item_ids, self.titles = _packed(item_ids), None if titles is None else _packed(titles)
         item_codes = torch.as_tensor(item_codes)
         self.codebook_sizes = tuple(int(size) for size in codebook_sizes)
         self.max_history_length = int(max_history_length)
         if self.max_history_length < 1:
             raise ValueError(f"`max_history_length` must be at least 1, got {max_history_length}.")
+        self.padding_side = _one_of("padding_side", padding_side, PADDING_SIDES)
+        self.unknown_items = _one_of("unknown_items", unknown_items, UNKNOWN_ITEMS)
         check_codes(item_codes, self.codebook_sizes)
         self.item_codes = item_codes.to(torch.int32)
         for name, values in (("item_codes", self.item_codes), ("titles", self.titles)):
             if values is not None and len(values) != len(self.item_ids):
                 raise ValueError(f"`{name}` has {len(values)} rows for {len(self.item_ids)} `item_ids`.")
-        self._rows = {item: row for row, item in enumerate(self.item_ids)}
-        if len(self._rows) != len(self.item_ids):
-            twice = next(item for row, item in enumerate(self.item_ids) if self._rows[item] != row)
-            raise ValueError(
-                f"`item_ids` must be unique; {len(self.item_ids) - len(self._rows)} are repeated, such as {twice!r}."
-            )
+        if repeated := self.item_ids.repeated():
+            raise ValueError(f"`item_ids` must be unique; {len(repeated)} are repeated, such as {repeated[0]!r}.")
         self.num_items = len(self.item_ids) if num_items is None else int(num_items)
         if not 0 < self.num_items <= len(self.item_ids):
             raise ValueError(
                 f"`num_items` must lie in 1..{len(self.item_ids)}, the number of `item_ids`, got {num_items}."
             )
-        self._trie = SIDTrie(self.item_codes[: self.num_items], self.codebook_sizes)
+
+    @cached_property
+    def _trie(self) -> SIDTrie:
+        return SIDTrie(self.item_codes[: self.num_items], self.codebook_sizes)
 
     def __repr__(self) -> str:
         return (
@@ -87,59 +101,111 @@ class DecoProcessor(ProcessorMixin):
             f"max_history_length={self.max_history_length})"
         )
 
-    def __call__(self, histories: list[list[str]], return_tensors: str = "pt") -> BatchFeature:
+    def __call__(
+        self,
+        histories: list[list[str]] | None = None,
+        return_tensors: str = "pt",
+        *,
+        item_rows: list[list[int]] | None = None,
+        padding_side: str | None = None,
+        unknown_items: str | None = None,
+    ) -> BatchFeature:
         """Turn histories into model inputs.
 
         Args:
             histories (`list[list[str]]`): Item ids of every user, oldest first. Of more than `max_history_length` the
                 latest count; an empty history is allowed and answered with what users start with.
             return_tensors (`str`, *optional*, defaults to `"pt"`): Only PyTorch tensors are made.
+            item_rows (`list[list[int]]`, *optional*): The histories as rows of `item_ids` instead; also an array
+                or tensor `(B, T)`.
+            padding_side (`str`, *optional*): `"left"` or `"right"`; the processor's own by default.
+            unknown_items (`str`, *optional*): `"error"` or `"drop"`; the processor's own by default.
 
         Returns:
-            `item_codes (B, T, K)` and `attention_mask (B, T)`, padded on the left.
+            `item_codes (B, T, K)` and `attention_mask (B, T)`.
 
         Raises:
-            ValueError: If an item is not in the catalog, or `histories` is not a list of lists.
+            ValueError: If an item is not known and unknown ones are not dropped, `histories` is not a list of lists, or
+                an option is unknown.
         """
         if return_tensors != "pt":
             raise ValueError(f"`return_tensors` must be 'pt', got {return_tensors!r}.")
-        if isinstance(histories, str) or any(isinstance(history, str) for history in histories):
-            raise ValueError(
-                "`histories` must be a list with one list of item ids per user, got a string in place of a list."
-            )
-        rows = [self.rows_of(history)[-self.max_history_length :] for history in histories]
-        width = max(1, max((len(row) for row in rows), default=0))
-        mask = torch.zeros((len(rows), width), dtype=torch.long)
+        if (histories is None) == (item_rows is None):
+            raise ValueError("Give either `histories` of item ids, or the same as `item_rows`.")
+        side = _one_of("padding_side", padding_side or self.padding_side, PADDING_SIDES)
+        if item_rows is None:
+            if isinstance(histories, str) or any(isinstance(history, str) for history in histories):
+                raise ValueError(
+                    "`histories` must be a list with one list of item ids per user, got a string in place of a list."
+                )
+            rows = [self.rows_of(history, unknown_items) for history in histories]
+        else:
+            item_rows = item_rows.tolist() if hasattr(item_rows, "tolist") else item_rows
+            rows = [self._known_rows(history, unknown_items) for history in item_rows]
+        return self._pad([history[-self.max_history_length :] for history in rows], side)
+
+    def _pad(self, rows: list[list[int]], side: str) -> BatchFeature:
+        lengths = torch.tensor([len(history) for history in rows], dtype=torch.long).unsqueeze(1)
+        width = max(1, max((len(history) for history in rows), default=0))
+        columns = torch.arange(width)
+        mask = columns >= width - lengths if side == "left" else columns < lengths
         codes = torch.zeros((len(rows), width, len(self.codebook_sizes)), dtype=torch.long)
-        for user, history in enumerate(rows):
-            if history:
-                mask[user, -len(history) :] = 1
-                codes[user, -len(history) :] = self.item_codes[history].long()
-        return BatchFeature({"item_codes": codes, "attention_mask": mask})
+        codes[mask] = self.item_codes[[row for history in rows for row in history]].long()
+        return BatchFeature({"item_codes": codes, "attention_mask": mask.long()})
 
-    def rows_of(self, items: list[str]) -> list[int]:
-        """Rows of item ids; a `ValueError` names those that are unknown."""
+    def rows_of(self, items: list[str], unknown_items: str | None = None) -> list[int]:
+        """Rows of item ids.
+
+        Args:
+            items (`list[str]`): Item ids.
+            unknown_items (`str`, *optional*): `"error"`, or `"drop"` to leave out ids that are not known; the
+                processor's own by default.
+
+        Raises:
+            ValueError: If ids are not known, and not dropped; names them.
+        """
         items = [str(item) for item in items]
-        unknown = [item for item in items if item not in self._rows]
-        if unknown:
-            shown = ", ".join(repr(item) for item in unknown[:5])
-            raise ValueError(
-                f"`items` holds {len(unknown)} ids that are none of the {len(self.item_ids)} known items: {shown}. "
-                "Leave them out, or use a checkpoint whose item table has them."
-            )
-        return [self._rows[item] for item in items]
+        rows = self.item_ids.find(items)
+        unknown = [repr(item) for item, row in zip(items, rows, strict=True) if row < 0]
+        return [row for row in rows if row >= 0] if self._drops("items", unknown, unknown_items) else rows
 
-    def batch_decode(self, sequences: torch.LongTensor) -> list[str | None]:
+    def _known_rows(self, rows: list[int], unknown_items: str | None) -> list[int]:
+        """The rows, without those that are no item's where these are to be dropped."""
+        rows = [operator.index(row) for row in rows]
+        known = [row for row in rows if 0 <= row < len(self.item_ids)]
+        unknown = [str(row) for row in rows if not 0 <= row < len(self.item_ids)]
+        return known if self._drops("item_rows", unknown, unknown_items) else rows
+
+    def _drops(self, name: str, unknown: list[str], policy: str | None) -> bool:
+        """Whether unknown items are to be left out of an argument; an error where there are some and they are not."""
+        policy = _one_of("unknown_items", policy or self.unknown_items, UNKNOWN_ITEMS)
+        if unknown and policy == "error":
+            what = "ids that are none" if name == "items" else "rows that are none"
+            raise ValueError(
+                f"`{name}` holds {len(unknown)} {what} of the {len(self.item_ids)} known items: "
+                f"{', '.join(unknown[:5])}. Leave them out, by `unknown_items='drop'` or yourself, or use a checkpoint "
+                "whose item table has them."
+            )
+        return policy == "drop"
+
+    def batch_decode(self, sequences: torch.LongTensor) -> list:
         """Item id of every SID.
 
         Args:
-            sequences (`torch.LongTensor` of shape `(R, K)`): SIDs, as returned by `generate`.
+            sequences (`torch.LongTensor` of shape `(R, K)` or `(B, R, K)`): SIDs, as `generate` returns them, or by
+                user.
 
         Returns:
-            `list` of length `R`: item ids, None where a row is no item (fillers of -1).
+            `list` of length `R`: item ids, None where a row is no item (fillers of -1). A list of such lists for
+            `(B, R, K)`.
         """
         rows = self._trie.rows(torch.as_tensor(sequences).cpu())
-        return [None if row < 0 else self.item_ids[row] for row in rows.tolist()]
+        if rows.dim() > 1:
+            return [self._names(user) for user in rows.tolist()]
+        return self._names(rows.tolist())
+
+    def _names(self, rows: list[int]) -> list[str | None]:
+        return [None if row < 0 else self.item_ids[row] for row in rows]
 
     def decode(self, sequence: torch.LongTensor) -> str | None:
         """Item id of one SID `(K,)`."""
@@ -147,34 +213,43 @@ class DecoProcessor(ProcessorMixin):
 
     def title(self, item: str) -> str | None:
         """Title of an item; None where the catalog has no titles."""
-        return None if self.titles is None else self.titles[self.rows_of([item])[0]]
+        return None if self.titles is None else self.titles[self.rows_of([item], "error")[0]]
 
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> list[str]:
-        """Write `processor_config.json` and `catalog.safetensors`; each replaces its old version whole or not."""
+    def check_catalog(self, codes: torch.Tensor) -> None:
+        """Raise a `ValueError` where the catalog of a model, `(N, K)`, is not that of the processor."""
+        known = self.item_codes[: self.num_items]
+        if known.shape != codes.shape or not torch.equal(known, codes.cpu()):
+            raise ValueError(
+                f"The processor's {self.num_items} items are not the catalog of the model ({codes.shape[0]} items): "
+                "load both from one checkpoint, or give both the same new catalog."
+            )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> list[str]:
+        """Write `processor_config.json`, `catalog.safetensors` and the code; each replaces its old version whole or
+        not.
+
+        Args:
+            save_directory (`str` or path): The folder; made where there is none.
+            push_to_hub (`bool`, *optional*): Whether the processor goes to the Hub as well.
+            kwargs: Arguments of `push_to_hub`; `repo_id` is the folder's name by default.
+        """
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"item_codes": self.item_codes.contiguous(), **_pack("item_ids", self.item_ids)}
+        tensors = {"item_codes": self.item_codes.contiguous(), **_tensors("item_ids", self.item_ids)}
         if self.titles is not None:
-            tensors |= _pack("titles", self.titles)
-        config = {
-            "processor_class": type(self).__name__,
-            "max_history_length": self.max_history_length,
-            "codebook_sizes": list(self.codebook_sizes),
-            "num_items": self.num_items,
-        }
-        written = []
-        for name, write in (
-            (CATALOG_FILE, lambda path: save_file(tensors, path)),
-            (PROCESSOR_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")),
-        ):
-            temporary = folder / f".{name}.{os.getpid()}"
-            try:
-                write(temporary)
-                os.replace(temporary, folder / name)
-            finally:
-                temporary.unlink(missing_ok=True)
-            written.append(str(folder / name))
-        return written
+            tensors |= _tensors("titles", self.titles)
+        options = ("max_history_length", "codebook_sizes", "num_items", "padding_side", "unknown_items")
+        config = {"processor_class": type(self).__name__, **{name: getattr(self, name) for name in options}}
+        with tempfile.TemporaryDirectory(prefix=".processor", dir=folder) as temporary:
+            code = (custom_object_save(self, temporary, config) or []) if self._auto_class else []
+            save_file(tensors, Path(temporary, CATALOG_FILE))
+            Path(temporary, PROCESSOR_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            names = [*(Path(file).name for file in code), CATALOG_FILE, PROCESSOR_NAME]
+            for name in names:
+                os.replace(Path(temporary, name), folder / name)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+        return [str(folder / name) for name in names]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> "DecoProcessor":
@@ -182,57 +257,58 @@ class DecoProcessor(ProcessorMixin):
 
         Args:
             pretrained_model_name_or_path (`str` or path): Where from.
-            kwargs: Hub options, and `max_history_length` to read another number of items than the checkpoint says.
+            kwargs: Hub options; and `max_history_length`, `padding_side`, `unknown_items` in place of the checkpoint's.
 
         Raises:
             OSError: If a file is missing or damaged.
         """
+        path = str(pretrained_model_name_or_path)
         names = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
         loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        files = [
-            cached_file(str(pretrained_model_name_or_path), name, **loading) for name in (PROCESSOR_NAME, CATALOG_FILE)
-        ]
+        files = [cached_file(path, name, **loading) for name in (PROCESSOR_NAME, CATALOG_FILE)]
         try:
             config = json.loads(Path(files[0]).read_text(encoding="utf-8"))
             tensors = load_file(files[1])
+            options = ("max_history_length", "padding_side", "unknown_items")
+            config |= {name: kwargs[name] for name in options if name in kwargs}
             return cls(
-                item_ids=_unpack("item_ids", tensors),
+                item_ids=_strings("item_ids", tensors),
                 item_codes=tensors["item_codes"],
                 codebook_sizes=config["codebook_sizes"],
-                max_history_length=kwargs.get("max_history_length", config["max_history_length"]),
-                titles=_unpack("titles", tensors) if "titles.bytes" in tensors else None,
+                max_history_length=config["max_history_length"],
+                titles=_strings("titles", tensors) if "titles.bytes" in tensors else None,
                 num_items=config["num_items"],
+                **{name: config[name] for name in options[1:] if name in config},  # older checkpoints lack them
             )
         except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise OSError(
-                f"The processor files of {str(pretrained_model_name_or_path)!r} are damaged or incomplete ({error!r})."
-            ) from error
+            raise OSError(f"The processor files of {path!r} are damaged or incomplete ({error!r}).") from error
 
 
 def check_pair(model, processor: DecoProcessor) -> None:
     """Raise a `ValueError` where a processor names other items than the model retrieves."""
-    known = processor.item_codes[: processor.num_items]
-    if known.shape != model.catalog_codes.shape or not torch.equal(known, model.catalog_codes.cpu()):
-        raise ValueError(
-            f"The processor's {processor.num_items} items are not the catalog of the model ({model.config.num_items} "
-            f"items): "
-            "load both from one checkpoint, or give both the same new catalog."
-        )
+    processor.check_catalog(model.catalog_codes)
 
 
-def _pack(name: str, strings: list[str]) -> dict[str, torch.Tensor]:
-    """Strings as two tensors: their UTF-8 bytes, one behind the other, and where each begins."""
-    encoded = [string.encode("utf-8") for string in strings]
-    offsets = torch.zeros(len(encoded) + 1, dtype=torch.long)
-    offsets[1:] = torch.tensor([len(piece) for piece in encoded]).cumsum(0)
-    data = torch.frombuffer(bytearray(b"".join(encoded) or b"\0"), dtype=torch.uint8)
-    return {f"{name}.bytes": data, f"{name}.offsets": offsets}
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}.")
+    return value
 
 
-def _unpack(name: str, tensors: dict[str, torch.Tensor]) -> list[str]:
-    data = tensors[f"{name}.bytes"].numpy().tobytes()
-    offsets = tensors[f"{name}.offsets"].tolist()
-    return [data[start:end].decode("utf-8") for start, end in zip(offsets, offsets[1:], strict=False)]
+def _packed(strings) -> PackedStrings:
+    return strings if isinstance(strings, PackedStrings) else PackedStrings.pack(strings)
+
+
+def _tensors(name: str, strings: PackedStrings) -> dict[str, torch.Tensor]:
+    return {f"{name}.bytes": torch.from_numpy(strings.data), f"{name}.offsets": torch.from_numpy(strings.offsets)}
+
+
+def _strings(name: str, tensors: dict[str, torch.Tensor]) -> PackedStrings:
+    data, offsets = tensors[f"{name}.bytes"].numpy(), tensors[f"{name}.offsets"].numpy()
+    try:
+        return PackedStrings(data, offsets)
+    except ValueError as error:
+        raise OSError(f"The processor files are damaged: `{name}` cannot be told apart ({error}).") from error
 
 
 __all__ = ["DecoProcessor"]

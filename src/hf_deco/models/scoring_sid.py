@@ -51,9 +51,9 @@ def candidate_log_probs(
     if normalize_over == "vocabulary":
         return F.linear(states, weight).float().log_softmax(-1)[parents, codes]
     if codes.shape[0] * _GATHER_COST > rows * size:
-        logits = F.linear(states, weight)[parents, codes]
+        logits = F.linear(states, weight).flatten().index_select(0, parents * size + codes)
     else:
-        logits = (states[parents] * F.embedding(codes, weight)).sum(-1)
+        logits = (states.index_select(0, parents) * F.embedding(codes, weight)).sum(-1)
     return segment_log_softmax(logits.float(), parents, rows)
 
 
@@ -165,7 +165,7 @@ def score_level(
     """
     parents = None
     if level == 0:
-        log_probs = _root_log_probs(states, weight, trie, normalize_over)
+        log_probs = root_log_probs(states, weight, trie, normalize_over)
         starts = torch.arange(rows.shape[0], device=rows.device) * trie.num_nodes(1)
         first_nodes = torch.zeros_like(starts)
     else:
@@ -178,7 +178,7 @@ def score_level(
     return LevelScores(level, rows, log_probs, starts, first_nodes, gold, parents)
 
 
-def _root_log_probs(states: torch.Tensor, weight: torch.Tensor, trie: SIDTrie, normalize_over: str) -> torch.Tensor:
+def root_log_probs(states: torch.Tensor, weight: torch.Tensor, trie: SIDTrie, normalize_over: str) -> torch.Tensor:
     """Log-probabilities of the first codes in use, flat: all rows have the same candidates."""
     codes = trie.child_codes[0].long()
     if normalize_over == "vocabulary":

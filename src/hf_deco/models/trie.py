@@ -82,7 +82,12 @@ class SIDTrie:
         self.leaf_offsets = [torch.cat([leaf_of_row[start], leaf_of_row.new_tensor([num_leaves])]) for start in starts]
         self.item_offsets = torch.cat([starts[-1], end])
         self.item_rows = order
+        self._forget_derived()
+
+    def _forget_derived(self) -> None:
+        """Arrays that are made when first asked for."""
         self._edge_keys: list[torch.Tensor | None] = [None] * self.num_codebooks
+        self._item_positions: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         nodes = "/".join(str(self.num_nodes(level)) for level in range(1, self.num_codebooks + 1))
@@ -115,7 +120,7 @@ class SIDTrie:
         for name in ("child_codes", "child_offsets", "leaf_offsets"):
             setattr(moved, name, [array.to(device) for array in getattr(self, name)])
         moved.item_offsets, moved.item_rows = self.item_offsets.to(device), self.item_rows.to(device)
-        moved._edge_keys = [None] * self.num_codebooks
+        moved._forget_derived()
         return moved
 
     def children(self, level: int, node: int) -> tuple[torch.LongTensor, torch.LongTensor]:
@@ -150,12 +155,7 @@ class SIDTrie:
             parent, the child's node number in level `level + 1`, the child's code. Children of one parent lie together,
             in order.
         """
-        counts = self.num_children(level, nodes)
-        parents = torch.repeat_interleave(torch.arange(nodes.shape[0], device=nodes.device), counts)
-        before = torch.cumsum(counts, 0) - counts
-        children = (
-            torch.arange(parents.shape[0], device=nodes.device) + (self.child_offsets[level][nodes] - before)[parents]
-        )
+        parents, children = spread_ranges(self.child_offsets[level][nodes], self.num_children(level, nodes))
         return parents, children, self.child_codes[level][children].long()
 
     def leaf_counts(self, level: int, nodes: torch.LongTensor) -> torch.LongTensor:
@@ -216,6 +216,21 @@ class SIDTrie:
         leaves = self.node_paths(codes)[..., -1]
         return torch.where(leaves >= 0, self.item_rows[self.item_offsets[leaves.clamp(min=0)]], -1)
 
+    def item_ranges(self, level: int, nodes: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """Items under every node, as a range of positions in `item_rows`: first and past the last, of the shape of
+        `nodes`."""
+        offsets = self.leaf_offsets[level]
+        return self.item_offsets[offsets[nodes]], self.item_offsets[offsets[nodes + 1]]
+
+    @torch.inference_mode(False)  # kept, so it must serve training too
+    def item_positions(self) -> torch.LongTensor:
+        """Position in `item_rows` of every catalog row, `(N,)`; made when first asked for."""
+        if self._item_positions is None:
+            self._item_positions = torch.empty_like(self.item_rows)
+            self._item_positions[self.item_rows] = torch.arange(self.num_items, device=self.device)
+        return self._item_positions
+
+    @torch.inference_mode(False)
     def _level_edge_keys(self, level: int) -> torch.Tensor:
         """Ascending keys `parent * V + code` of the nodes of level `level + 1`; made when first asked for."""
         if self._edge_keys[level] is None:
@@ -223,6 +238,21 @@ class SIDTrie:
             parents = torch.repeat_interleave(torch.arange(counts.shape[0], device=self.device), counts)
             self._edge_keys[level] = parents * self.codebook_sizes[level] + self.child_codes[level]
         return self._edge_keys[level]
+
+
+def spread_ranges(starts: torch.LongTensor, counts: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """Ranges of integers, one behind the other.
+
+    Args:
+        starts (`torch.LongTensor` of shape `(R,)`): First integer of every range.
+        counts (`torch.LongTensor` of shape `(R,)`): Their lengths.
+
+    Returns:
+        Two tensors of shape `(C,)`, `C` the sum of the lengths: the range of every integer, and the integer.
+    """
+    ranges = torch.repeat_interleave(torch.arange(starts.shape[0], device=starts.device), counts)
+    before = torch.cumsum(counts, 0) - counts
+    return ranges, torch.arange(ranges.shape[0], device=starts.device) + (starts - before)[ranges]
 
 
 def check_codes(codes: torch.Tensor, codebook_sizes: tuple[int, ...]) -> None:

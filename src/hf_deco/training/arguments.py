@@ -17,6 +17,11 @@ def option(default, help: str, **kwargs):
     return field(default=default, metadata={"help": help, **kwargs})
 
 
+def own_options(kind: type[TrainingArguments]) -> set[str]:
+    """Names of the options that a class of arguments adds to, or changes of, transformers' own."""
+    return {name for base in kind.__mro__ if issubclass(base, DecoTrainingArguments) for name in base.__annotations__}
+
+
 @dataclass
 class DecoTrainingArguments(TrainingArguments):
     """
@@ -109,19 +114,7 @@ class DecoTrainingArguments(TrainingArguments):
             self.use_cpu = True  # the parent refuses bf16 on a machine without accelerator unless told so
         super().__post_init__()
         self._check_lists()
-        choices = {
-            "protocol": ("temporal", "leave_one_out"),
-            "unknown_items": ("error", "drop"),
-            "cold_targets": ("miss", "drop"),
-            "search_in": ("decoder", "backbone"),
-            "history_format": ("fused", "flat"),
-            "backbone": ("S", "M", "L"),
-            "decoder_input": DECODER_INPUTS,
-            "objective": ("ce+kd", "kd"),
-            "normalize_over": ("children", "vocabulary"),
-            "init_code_tables": ("content", "random"),
-        }
-        for name, allowed in choices.items():
+        for name, allowed in self._choices().items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         if self.num_beams < max(self.cutoffs):
@@ -149,6 +142,22 @@ class DecoTrainingArguments(TrainingArguments):
             raise ValueError("`init_from_teacher` is set, but no `teacher` is named.")
         if self.system is None:
             self.system = self._default_system()
+
+    @staticmethod
+    def _choices() -> dict[str, tuple[str, ...]]:
+        """Options that take one of a few words."""
+        return {
+            "protocol": ("temporal", "leave_one_out"),
+            "unknown_items": ("error", "drop"),
+            "cold_targets": ("miss", "drop"),
+            "search_in": ("decoder", "backbone"),
+            "history_format": ("fused", "flat"),
+            "backbone": ("S", "M", "L"),
+            "decoder_input": DECODER_INPUTS,
+            "objective": ("ce+kd", "kd"),
+            "normalize_over": ("children", "vocabulary"),
+            "init_code_tables": ("content", "random"),
+        }
 
     def _check_lists(self) -> None:
         """Lists that hold what they should; a YAML file may hold anything."""

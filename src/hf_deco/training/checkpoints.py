@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors import safe_open
 
 from ..data.splits import Split
@@ -15,7 +17,17 @@ from .results import changed_arguments, write_json
 
 DATA_FILE = "training_data.json"
 RUN_FILE = "run.json"  # written last: the mark of a finished run
-_WHOLE = ("trainer_state.json", "optimizer.pt", "model.safetensors")
+BASE_FILE = "adapter_base.json"  # beside an adapter: what it was trained on
+_STATE, _WEIGHTS = "trainer_state.json", "model.safetensors"
+# What else makes a checkpoint whole: of a model or an adapter; under FSDP, sharded or not; under DeepSpeed.
+_FORMS = (
+    ("optimizer.pt", _WEIGHTS),
+    ("optimizer.pt", "adapter_model.safetensors"),
+    ("optimizer_0", "pytorch_model_fsdp_0"),
+    ("optimizer.bin", "pytorch_model_fsdp.bin"),
+    ("latest",),
+)
+_SAMPLE = 4096  # entries of a tensor that its fingerprint reads
 _DATA_OPTIONS = ("protocol", "drop_duplicates", "collapse_repeats", "k_core")
 
 
@@ -27,7 +39,7 @@ def find_checkpoint(args: DecoTrainingArguments) -> str | None:
             none.
     """
     folder, wanted = Path(args.output_dir), args.resume_from_checkpoint
-    whole = [path for path in folder.glob("checkpoint-*") if all((path / name).exists() for name in _WHOLE)]
+    whole = [path for path in folder.glob("checkpoint-*") if _is_whole(path)]
     if wanted is None:
         if any(folder.glob("checkpoint-*")) or (folder / "model").exists():
             raise ValueError(
@@ -37,9 +49,15 @@ def find_checkpoint(args: DecoTrainingArguments) -> str | None:
         return None
     if wanted == "last":  # the newest whole one: a run may have been stopped while it wrote
         return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
-    if not all((Path(wanted) / name).exists() for name in _WHOLE):
+    if not _is_whole(Path(wanted)):
         raise ValueError(f"`resume_from_checkpoint` {wanted!r} is no checkpoint of a run; 'last' finds the newest.")
     return wanted
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds all that a run goes on from."""
+    forms = (all((checkpoint / name).exists() for name in names) for names in _FORMS)
+    return (checkpoint / _STATE).exists() and any(forms)
 
 
 def finished_run(args: DecoTrainingArguments) -> dict | None:
@@ -63,14 +81,37 @@ def finished_run(args: DecoTrainingArguments) -> dict | None:
 
 def check_same_catalog(checkpoint: str, sids: SIDTable, catalog: np.ndarray) -> None:
     """Raise a `ValueError` where a checkpoint was trained on other SIDs than these."""
-    with safe_open(Path(checkpoint) / "model.safetensors", "pt") as weights:
-        trained = weights.get_tensor("catalog_codes").numpy()
-    if not np.array_equal(trained, sids.codes[catalog]):
+    codes, folder = sids.codes[catalog], Path(checkpoint)
+    if (folder / BASE_FILE).exists():  # an adapter's
+        trained = json.loads((folder / BASE_FILE).read_text(encoding="utf-8"))["catalog_sha256"]
+        same = trained == fingerprint({"catalog_codes": torch.as_tensor(codes)})
+    elif (folder / _WEIGHTS).exists():
+        with safe_open(folder / _WEIGHTS, "pt") as weights:
+            name = next(name for name in weights.keys() if name.endswith("catalog_codes"))
+            same = np.array_equal(weights.get_tensor(name).numpy(), codes)
+    else:  # split over files of its own kind
+        return
+    if not same:
         raise ValueError(
             f"`resume_from_checkpoint` {checkpoint!r} was trained on other SIDs or another catalog than the options "
             f"give: "
             "go on with the options it was started with."
         )
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, shapes and evenly spaced entries of tensors.
+
+    Floating-point entries are read in bfloat16, so that weights have one fingerprint in float32 and in bfloat16.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        entries = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)].cpu()
+        if entries.is_floating_point():
+            entries = entries.to(torch.bfloat16).view(torch.int16)
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        digest.update(entries.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_data_options(folder: Path, args: DecoTrainingArguments, split: Split) -> None:

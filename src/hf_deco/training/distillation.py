@@ -90,16 +90,22 @@ def init_from_teacher(student: SIDRetrievalModel, teacher: SIDRetrievalModel) ->
     Raises:
         ValueError: If they are not of one shape.
     """
-    for name in ("fuser", "backbone"):
-        mine, theirs = getattr(student, name), getattr(teacher, name).state_dict()
+    init_from(student, teacher, ("fuser", "backbone"), "init_from_teacher")
+
+
+def init_from(model: SIDRetrievalModel, other: SIDRetrievalModel, parts: tuple[str, ...], option: str) -> None:
+    """Start parts of a model, and its start state, from another's; `option` is what asked for it."""
+    for name in parts:
+        mine, theirs = getattr(model, name), getattr(other, name).state_dict()
         if {key: value.shape for key, value in mine.state_dict().items()} != {
             key: value.shape for key, value in theirs.items()
         }:
             raise ValueError(
-                f"`init_from_teacher` needs one shape of `{name}`: choose the teacher's backbone and history format."
+                f"`{option}` needs one shape of `{name}`: choose the sizes and the history format of the model that it "
+                "names."
             )
         mine.load_state_dict(theirs)
-    student.start_state.data.copy_(teacher.start_state.data)
+    model.start_state.data.copy_(other.start_state.data)
 
 
 class DistillationTrainer(DecoTrainer):

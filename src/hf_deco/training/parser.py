@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-from .arguments import DecoTrainingArguments
+from .arguments import DecoTrainingArguments, own_options
 
 # Of the parent class's hundred options, those that a first reader wants; and ours that are there for the parent's sake.
 _SHOWN = (
@@ -30,13 +30,15 @@ _HIDDEN = {
 }
 
 
-def make_parser(positionals: tuple[str, ...] = (), **kwargs) -> HfArgumentParser:
+def make_parser(
+    positionals: tuple[str, ...] = (), options: type[DecoTrainingArguments] = DecoTrainingArguments, **kwargs
+) -> HfArgumentParser:
     """A parser with the named positional arguments, an optional YAML file behind them, and one flag for each option."""
-    parser = HfArgumentParser(DecoTrainingArguments, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+    parser = HfArgumentParser(options, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
     for name in positionals:
         parser.add_argument(name)
     parser.add_argument("config", nargs="?", help="YAML file with options; flags override it")
-    shown = {*DecoTrainingArguments.__annotations__, *_SHOWN, "config", "help", *positionals} - _HIDDEN
+    shown = {*own_options(options), *_SHOWN, "config", "help", *positionals} - _HIDDEN
     for action in parser._actions:
         if action.dest not in shown or any(flag.startswith("--no_") for flag in action.option_strings):
             action.help = argparse.SUPPRESS
@@ -61,12 +63,12 @@ def parse_arguments(
     parser = make_parser(**kwargs) if parser is None else parser
     path = parser.parse_args(argv).config
     if path is not None:
-        parser.set_defaults(**read_options(path))
+        parser.set_defaults(**read_options(path, parser.dataclass_types[0]))
     args, *rest = parser.parse_args_into_dataclasses(argv)
     return args
 
 
-def read_options(path: str | Path) -> dict:
+def read_options(path: str | Path, kind: type[DecoTrainingArguments] = DecoTrainingArguments) -> dict:
     """Options of a YAML file, checked by name."""
     try:
         options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -74,7 +76,7 @@ def read_options(path: str | Path) -> dict:
         raise ValueError(f"`config` {str(path)!r} is no YAML ({error}).") from error
     if not isinstance(options, dict):
         raise ValueError(f"`config` {str(path)!r} must hold a mapping of options, got {type(options).__name__}.")
-    unknown = sorted(set(options) - {item.name for item in fields(DecoTrainingArguments)})
+    unknown = sorted(set(options) - {item.name for item in fields(kind)})
     if unknown:
         raise ValueError(f"`config` {str(path)!r} holds unknown options: {', '.join(unknown)}.")
     return options

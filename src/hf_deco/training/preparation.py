@@ -122,8 +122,19 @@ def prepare_sids(
         return SIDTable.load(folder).select(items.item_ids)
 
 
+def model_class(args: DecoTrainingArguments) -> type[SIDRetrievalModel]:
+    """Class of the model that the arguments describe."""
+    return BackboneForSIDRetrieval if args.search_in == "backbone" else DecoForSIDRetrieval
+
+
 def make_config(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) -> SIDRetrievalConfig:
-    """Configuration of the model that the arguments describe."""
+    """Configuration of the model that the arguments describe, with a scratch backbone."""
+    config_class = BackboneConfig if args.search_in == "backbone" else DecoConfig
+    return config_class.from_preset(args.backbone, **model_options(args, codebook_sizes))
+
+
+def model_options(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) -> dict:
+    """Arguments of the model's configuration, all but the backbone's own."""
     shared = {
         "num_codebooks": len(codebook_sizes),
         "codebook_size": list(codebook_sizes),
@@ -135,15 +146,13 @@ def make_config(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) ->
         "dropout": args.dropout,
     }
     if args.search_in == "backbone":
-        return BackboneConfig.from_preset(args.backbone, **shared)
-    return DecoConfig.from_preset(
-        args.backbone,
-        decoder_config=qwen2_shape(args.decoder_width, args.decoder_layers, args.decoder_width // 64),
-        num_concepts=args.num_concepts,
-        decoder_input=args.decoder_input,
-        decoder_dropout=args.decoder_dropout,
-        **shared,
-    )
+        return shared
+    return shared | {
+        "decoder_config": qwen2_shape(args.decoder_width, args.decoder_layers, args.decoder_width // 64),
+        "num_concepts": args.num_concepts,
+        "decoder_input": args.decoder_input,
+        "decoder_dropout": args.decoder_dropout,
+    }
 
 
 def check_codebooks(args: DecoTrainingArguments, sids: SIDTable) -> None:
@@ -164,16 +173,51 @@ def build_model(
         sids ([`SIDTable`]): SIDs of all items.
         catalog (`np.ndarray` of shape `(C,)`): Row in `sids` of every item that can be retrieved.
     """
-    config = make_config(args, sids.codebook_sizes)
-    model_class = BackboneForSIDRetrieval if args.search_in == "backbone" else DecoForSIDRetrieval
-    model = model_class._from_config(config, dtype=torch.float32)
+    model = model_class(args)._from_config(make_config(args, sids.codebook_sizes), dtype=torch.float32)
+    return model, fit_to_items(args, model, sids, catalog)
+
+
+class ScratchModels:
+    """How a run comes by its model: built from scratch; and how it hands the model over.
+
+    Args:
+        args ([`DecoTrainingArguments`]): Sizes and options.
+    """
+
+    def __init__(self, args: DecoTrainingArguments):
+        self.args = args
+
+    def config(self, codebook_sizes: tuple[int, ...]) -> SIDRetrievalConfig:
+        """The model's configuration, before anything is built; errors tell what no run could use."""
+        return make_config(self.args, codebook_sizes)
+
+    def begun(self) -> bool:
+        """Whether a run that is gone on with has done something of its own before the first checkpoint."""
+        return False
+
+    def build(self, items: ItemTable, sids: SIDTable, catalog: np.ndarray) -> tuple[SIDRetrievalModel, DecoProcessor]:
+        """The model to train and its processor, see [`build_model`]."""
+        return build_model(self.args, sids, catalog)
+
+    def save(self, trainer, folder: Path) -> SIDRetrievalModel:
+        """Write the trained model; called on every process. Returns it as it was written, on the main process."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if trainer.is_world_process_zero():
+            model.save_pretrained(folder)
+        return model
+
+
+def fit_to_items(
+    args: DecoTrainingArguments, model: SIDRetrievalModel, sids: SIDTable, catalog: np.ndarray
+) -> DecoProcessor:
+    """Give a model its catalog, and its code tables their start; make the processor that knows all items."""
     check_codebooks(args, sids)
     if args.init_code_tables == "content":
         model.init_code_tables(sids.codebooks)
     model.set_catalog(torch.as_tensor(sids.codes[catalog]))
     others = np.setdiff1d(np.arange(len(sids)), catalog)  # never retrieved, but a history may hold them
     order = np.concatenate([catalog, others])
-    processor = DecoProcessor(
+    return DecoProcessor(
         sids.item_ids[order].tolist(),
         torch.as_tensor(sids.codes[order]),
         sids.codebook_sizes,
@@ -181,4 +225,3 @@ def build_model(
         titles=None if sids.titles is None else sids.titles[order].tolist(),
         num_items=len(catalog),
     )
-    return model, processor

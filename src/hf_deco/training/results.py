@@ -10,7 +10,7 @@ from dataclasses import fields
 from datetime import date
 from pathlib import Path
 
-from .arguments import DecoTrainingArguments
+from .arguments import DecoTrainingArguments, own_options
 
 # Where a run writes and how it talks do not change what it gives.
 _INCIDENTAL = {"output_dir", "logging_dir", "results_file", "resume_from_checkpoint", "disable_tqdm", "run_name"}
@@ -76,7 +76,7 @@ def read_rows(path: str | Path) -> list[dict]:
 
 def changed_arguments(args: DecoTrainingArguments) -> dict:
     """Options of this project, and those of the parent class that differ from their defaults, as JSON values."""
-    defaults, own = DecoTrainingArguments(), DecoTrainingArguments.__annotations__
+    defaults, own = type(args)(), own_options(type(args))
     values = {}
     for item in fields(args):
         value, default = (getattr(source, item.name) for source in (args, defaults))

@@ -12,14 +12,17 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModel, EarlyStoppingCallback, set_seed
 
+from ..card_facts import describe_run
 from ..data.collators import SequenceWindows, SIDCollator
 from ..data.sequences import Examples
 from ..data.splits import Split
+from ..dataset_card import write_sid_card
 from ..evaluation.evaluator import Evaluator
 from ..evaluation.floors import floor_metrics
 from ..evaluation.plots import plot_training
 from ..items.quality import format_report
 from ..items.sid_table import SIDTable
+from ..model_card import write_model_card
 from ..models.modeling_sid import SIDRetrievalModel
 from ..models.processing_deco import DecoProcessor, check_pair
 from .arguments import DecoTrainingArguments
@@ -33,10 +36,9 @@ from .checkpoints import (
 )
 from .distillation import DistillationTrainer, check_teacher, init_from_teacher, load_teacher
 from .preparation import (
-    build_model,
+    ScratchModels,
     check_capacity,
     check_codebooks,
-    make_config,
     prepare_embeddings,
     prepare_log,
     prepare_sids,
@@ -46,16 +48,18 @@ from .results import add_rows, changed_arguments, make_rows, read_rows, write_js
 from .trainer import DecoTrainer
 
 
-def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
+def train(args: DecoTrainingArguments, models: type[ScratchModels] = ScratchModels) -> dict[str, dict[str, float]]:
     """Train a model, test it beside the untrained floors, and write the run's folder.
 
     `output_dir` ends with `model/` (the checkpoint that `AutoModel` and `AutoProcessor` open), `metrics.json` (one
     object per system), `training.png`, the resumable `checkpoint-*`, and what was made of the items:
-    `item_embeddings.npy` and `sids/`, unless they were given. Set `resume_from_checkpoint` to `"last"` to go on where a
-    run of this folder stopped, or to begin where there is nothing yet; a finished one is left as it is.
+    `item_embeddings.npy` and `sids/`, unless they were given. `model/` and `sids/` hold their cards as `README.md`. Set
+    `resume_from_checkpoint` to `"last"` to go on where a run of this folder stopped, or to begin where there is nothing
+    yet; a finished one is left as it is.
 
     Args:
         args ([`DecoTrainingArguments`]): All options.
+        models (`type`, *optional*): Where the model comes from; [`ScratchModels`] by default.
 
     Returns:
         `dict`: test metrics of the model, under `args.system`, and, on the main process, of the floors.
@@ -71,24 +75,25 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
             add_rows(args.results_file, finished["rows"])
         return finished["metrics"]
     set_seed(args.seed)
-    checkpoint = find_checkpoint(args)
+    checkpoint, models = find_checkpoint(args), models(args)
+    going_on = checkpoint is not None or models.begun()
     items, log, split = prepare_log(args)
     _say(args, "Log: {users:,} users, {items:,} items, {interactions:,} interactions".format(**log.summary()))
     validation = make_evaluator(args, _sample(split.validation, args), split, ks=(10,))
     test = make_evaluator(args, split.test, split, ks=args.cutoffs)
-    _check_ahead(args, len(items))
-    embeddings = prepare_embeddings(args, items, resume=checkpoint is not None)
-    sids = prepare_sids(args, items, split, embeddings, resume=checkpoint is not None)
+    check_ahead(args, len(items), models)
+    embeddings = prepare_embeddings(args, items, resume=going_on)
+    sids = prepare_sids(args, items, split, embeddings, resume=going_on)
     if checkpoint is not None:
         check_same_catalog(checkpoint, sids, split.catalog)
     if sids.report:
         _say(args, format_report(sids.report))
-    model, processor = build_model(args, sids, split.catalog)
+    model, processor = models.build(items, sids, split.catalog)
     _say(args, f"Model: {args.system}, {model.num_parameters() / 1e6:.1f} million parameters, {model.trie}")
     trainer = _make_trainer(args, model, sids, split, validation)
     trainer.train(resume_from_checkpoint=checkpoint)
+    model = models.save(trainer, folder / "model")
     if trainer.is_world_process_zero():
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "model")
         processor.save_pretrained(folder / "model")
         save_data_options(folder / "model", args, split)
         plot_training(trainer.state.log_history, folder / "training.png")
@@ -97,6 +102,8 @@ def train(args: DecoTrainingArguments) -> dict[str, dict[str, float]]:
         metrics |= floor_metrics(split, split.test, embeddings, **_evaluation_options(args, args.cutoffs))
         write_json(folder / "metrics.json", metrics)
         rows = make_rows(args, metrics, trainer, time.time() - started, checkpoint is not None)
+        rows[0] |= describe_run(args, log, split, SIDTable.load(args.sids or folder / "sids"), model)
+        _write_cards(args, folder, rows)
         if args.results_file:
             add_rows(args.results_file, rows)
         write_json(folder / RUN_FILE, {"options": changed_arguments(args), "metrics": metrics, "rows": rows})
@@ -159,15 +166,15 @@ def _evaluation_options(args: DecoTrainingArguments, ks) -> dict:
     return {"ks": tuple(ks), "max_history_length": args.max_history_length, "cold_targets": args.cold_targets}
 
 
-def _check_ahead(args: DecoTrainingArguments, num_items: int) -> None:
+def check_ahead(args: DecoTrainingArguments, num_items: int, models: ScratchModels) -> None:
     """What can be told of the options before the first long step."""
     if args.sids is None:
         check_capacity(args.codebook_sizes, num_items)
-        config = make_config(args, tuple(args.codebook_sizes))
+        config = models.config(tuple(args.codebook_sizes))
     else:
         table = SIDTable.load(args.sids)
         check_codebooks(args, table)
-        config = make_config(args, table.codebook_sizes)
+        config = models.config(table.codebook_sizes)
     if args.teacher is not None:
         check_teacher(args.teacher, config)
     if args.results_file:
@@ -194,6 +201,15 @@ def _make_trainer(
     if args.init_from_teacher:
         init_from_teacher(model, teacher)
     return DistillationTrainer(**options, teacher=teacher, temperature=args.temperature, objective=args.objective)
+
+
+def _write_cards(args: DecoTrainingArguments, folder: Path, rows: list[dict]) -> None:
+    """A card beside the model and, where the run made it, one in the SID table; a user's own ones stay."""
+    if not write_model_card(folder / "model", rows):
+        _say(args, f"{folder / 'model' / 'README.md'} was edited: it stays as it is.")
+    if args.sids is None:
+        texts = args.embedding_model if args.embeddings is None else None
+        write_sid_card(folder / "sids", name=rows[0]["dataset"], method="residual k-means", embedding_model=texts)
 
 
 def _say(args: DecoTrainingArguments, text: str) -> None:
