@@ -34,10 +34,13 @@ RESULTS = Path(__file__).parent / "results"
 STUDY = "grounding_beauty"
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 VOCABULARY = 4096
+END = "<|endoftext|>"  # as Qwen2 calls it
 SHARED = {
     "protocol": "leave_one_out",
     "codebook_sizes": [256, 256, 256, 256],
     "decoder_width": 128,
+    "num_beams": 50,
+    "cutoffs": [10, 50],
     "bf16": True,
     "disable_tqdm": True,
     "resume_from_checkpoint": "last",
@@ -45,12 +48,12 @@ SHARED = {
 GROUNDING = {
     "stage": "grounding",
     "grounding_backbone": "full",
-    "grounding_epochs": 10,
+    "grounding_epochs": 5,
     "grounding_learning_rate": 2e-3,
     "grounding_batch_size": 64,
-    "grounding_text_length": 64,
+    "grounding_text_length": 40,
     "grounding_holdout": 0.05,
-    "grounding_examples": 605,
+    "grounding_examples": 500,
 }
 RECOMMENDATION = {
     "stage": "recommendation",
@@ -58,10 +61,10 @@ RECOMMENDATION = {
     "dropout": 0.2,
     "decoder_dropout": 0.1,
     "learning_rate": 2e-3,
-    "num_train_epochs": 5,
+    "num_train_epochs": 3,
     "per_device_train_batch_size": 256,
     "per_device_eval_batch_size": 128,
-    "validation_examples": 3000,
+    "validation_examples": 1000,
 }
 
 
@@ -73,10 +76,10 @@ def make_language_model(folder: Path, texts: list[str], seed: int) -> str:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
-            vocab_size=VOCABULARY, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
         torch.manual_seed(seed)
         heads = SHAPE["num_attention_heads"]
         config = Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=heads, tie_word_embeddings=True, **SHAPE)

@@ -299,3 +299,65 @@ def options(log_folder):
         "disable_tqdm": True,
         "early_stopping_patience": 0,
     }
+
+
+# Texts that tell items apart by their words, as the embeddings do by their angles.
+COLOURS, THINGS = (
+    ("red", "blue", "green", "white", "black"),
+    ("soap", "brush", "cream", "lamp", "oil", "comb", "cup", "pen"),
+)
+
+
+@pytest.fixture(scope="session")
+def item_texts():
+    return [f"{COLOURS[item % 5]} {THINGS[item // 5]}, number {item}" for item in range(NUM_ITEMS)]
+
+
+@pytest.fixture(scope="session")
+def make_language_model():
+    """Writes a Qwen2-shaped language model with random weights, and a BPE tokenizer trained on some texts."""
+
+    def make(folder, texts, seed=0, dtype=torch.float32, tie=True, **shape):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+        tokenizer, end = Tokenizer(models.BPE()), "<|endoftext|>"
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
+        tokenizer.save_pretrained(folder)
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2} | shape
+        config = Qwen2Config(
+            vocab_size=len(tokenizer), num_key_value_heads=1, tie_word_embeddings=tie, initializer_range=0.1, **shape
+        )
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype).eval()
+        model.save_pretrained(folder)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llm_options(options, item_texts, make_language_model, tmp_path_factory):
+    """Options of a run of seconds on a tiny language model, over the same log with texts that say something."""
+    folder = tmp_path_factory.mktemp("llm")
+    names = [f"i{item}" for item in range(NUM_ITEMS)]
+    pd.DataFrame({"item_id": names, "title": item_texts, "text": item_texts}).to_csv(folder / "items.csv", index=False)
+    make_language_model(folder / "language_model", item_texts)
+    return {name: value for name, value in options.items() if name != "dropout"} | {
+        "items": str(folder / "items.csv"),
+        "backbone": str(folder / "language_model"),
+        "grounding_backbone": "full",
+        "grounding_epochs": 2,
+        "grounding_batch_size": 8,
+        "lora_rank": 4,
+        "lora_alpha": 8.0,
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 16,
+    }

@@ -182,8 +182,8 @@ KINDS = {
     "Deco-CE": ({}, "a light decoder (2 layers of width 256) spells"),
     "Deco-CE with copy pointer": ({"copy_pointer": True}, "A copy pointer over the history is mixed in"),
     "Deco": (
-        {"teacher": "org/fused-gr"},
-        "distilled from `org/fused-gr` along the gold prefixes, beside cross-entropy",
+        {"teacher": "org/fused"},
+        "distilled from `org/fused` along the gold prefixes, beside cross-entropy",
     ),
     "Deco-flat": (
         {"history_format": "flat", "teacher": "org/flat", "objective": "kd", "temperature": 2.0},
@@ -199,13 +199,18 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_model_is_called_by_its_name(name):
     options, sentence = KINDS[name]
-    text = render_model_card([make_row(**options)])
+    text = render_model_card([make_row(**options) | {"teacher": options.get("teacher")}])
     assert f"\n# {name} on toys\n" in text and sentence in text
     alone = "It is trained with cross-entropy alone"
     assert (alone in text) == name.startswith(("Deco-CE", "Deco-flat, cross"))
     assert ("light decoder" in text) == name.startswith("Deco")
     assert ("distilled" in text) == ("teacher" in options)
     assert ModelCard(text).data.model_name == f"{name} on toys"
+
+
+def test_of_a_teacher_that_only_a_path_tells_the_folder_is_named():
+    text = render_model_card([make_row(teacher="/home/me/runs/fused_gr-seed0/model")])
+    assert "distilled from `fused_gr-seed0` along" in text and "/home" not in text
 
 
 def test_a_pretrained_backbone_is_named():

@@ -2,10 +2,13 @@
 
 __version__ = "0.1.0.dev0"
 
+# First, because it refuses a transformers that is too old for the rest.
+from .models.configuration_deco import BackboneConfig, DecoConfig
+
+# isort: split
 from transformers import AutoConfig, AutoModel, AutoProcessor
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from .models.configuration_deco import BackboneConfig, DecoConfig
 from .models.generation_config_sid import SIDGenerationConfig, SIDGenerationOutput
 from .models.generation_sid import TrieLogitsProcessor
 from .models.modeling_backbone import BackboneForSIDRetrieval

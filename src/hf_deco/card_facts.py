@@ -46,9 +46,8 @@ def describe_run(args, log, split, table, model) -> dict:
         model (`PreTrainedModel`): The trained model.
     """
     counts = {name: value for name, value in log.summary().items() if name != "avg_length"}
-    counts |= {"catalog": len(split.catalog), "training_users": len(split.train)}
     row = {
-        "data": counts | {"test_examples": len(split.test)},
+        "data": counts | {"catalog": len(split.catalog), "training_users": len(split.train)},
         "sids": {"num_items": len(table), "codebook_sizes": list(table.codebook_sizes)} | table.report,
         "parameters": count_parameters(model),
     }

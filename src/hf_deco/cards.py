@@ -13,8 +13,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 _MARK = "hf_deco wrote this file and renews it while it stays as it is"
 _MARKS = {".md": "<!-- {}; digest {} -->", ".yaml": "# {}; digest {}"}
 _ABSOLUTE = re.compile(r"[/\\~]|[A-Za-z]:[/\\]")
-_ABSOLUTE_INSIDE = re.compile(r"""(?:^|[\s'"=:,({\[])(?:[/\\~]|[A-Za-z]:[/\\]|\.\.[/\\])""")
-_SECRET = re.compile(r"token|secret|password|credential|api_?key", re.IGNORECASE)
+_ABSOLUTE_INSIDE = re.compile(r"""(?:^|[\s'"=,({\[]|:(?!//))(?:[/\\~]|[A-Za-z]:[/\\]|\.\.[/\\])""")
+_SECRET = re.compile(r"token|secret|password|credential|api[_-]?key", re.IGNORECASE)
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 
 _Formatter = argparse.RawDescriptionHelpFormatter
+_CATEGORIES = "categories"
 
 DESCRIPTION = """\
 Generative recommendation: items get semantic IDs, a model reads a user's history once and spells the next items.
@@ -134,7 +135,7 @@ def _sid_parser() -> argparse.ArgumentParser:
     add("--method", default="rq-kmeans", choices=METHODS, help="how codes are learned (default: rq-kmeans)")
     add("--width", type=int, help="project the embeddings onto this many principal directions first")
     add("--collisions", default="resolve", choices=("resolve", "keep"), help="keep: items may share an ID")
-    add("--category-column", default="categories", help="column for the report's purity (default: categories)")
+    add("--category-column", default=_CATEGORIES, help="column for the report's purity (default: %(default)s)")
     add("--num-steps", type=int, default=training.num_steps, help="steps of a gradient method (default: %(default)s)")
     add("--batch-size", type=int, default=training.batch_size, help="items a step (default: %(default)s)")
     add("--learning-rate", type=float, default=training.learning_rate, help="of the first step (default: %(default)s)")
@@ -198,8 +199,7 @@ def _read_categories(args: argparse.Namespace) -> list[str] | None:
     from .data.tables import read_columns
 
     name = args.category_column
-    default = _sid_parser().get_default("category_column")
-    required = {} if name == default else {name: "category_column"}
+    required = {} if name == _CATEGORIES else {name: "category_column"}
     table = read_columns(args.items, required, optional=(name,), as_text=(name,))
     return table[name].fillna("").astype(str).tolist() if name in table.columns else None
 

@@ -105,14 +105,16 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 
 def _check_code(folder: Path, name: str) -> None:
-    """Raise a `ValueError` where the classes that a JSON file names do not lie beside it."""
+    """Raise a `ValueError` where the code of the classes that a JSON file names does not lie beside it."""
     classes = json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map", {})
-    modules = [folder / f"{reference.split('.')[0]}.py" for reference in classes.values()]
-    lacking = [module.name for module in modules if not module.is_file()]
-    for module in modules if not lacking else []:
-        lacking += [Path(file).name for file in get_relative_import_files(module) if not os.path.isfile(file)]
-    if lacking or not modules:
+    lacking = None if classes else "the code of its classes"
+    try:
+        for reference in classes.values():
+            get_relative_import_files(folder / f"{reference.split('.')[0]}.py")  # opens all that are needed
+    except FileNotFoundError as error:
+        lacking = Path(error.filename).name
+    if lacking:
         raise ValueError(
-            f"`folder` {str(folder)!r} lacks {lacking[0] if lacking else 'the code of its classes'}, so nobody could "
-            "load it without this package: load model and processor, and save them again."
+            f"`folder` {str(folder)!r} lacks {lacking}, so nobody could load it without this package: load model and "
+            "processor, and save them again."
         )

@@ -26,7 +26,10 @@ def make_tokenizer(points):
         if method == "prefix-basis-rq":
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
-                for tables, mean in ((tokenizer.quantizer.quantizer.scales, 1.0), (tokenizer.quantizer.quantizer.biases, 0)):
+                for tables, mean in (
+                    (tokenizer.quantizer.quantizer.scales, 1.0),
+                    (tokenizer.quantizer.quantizer.biases, 0),
+                ):
                     for table in tables:
                         table.copy_(mean + 0.3 * torch.randn(table.shape, generator=generator))
         return tokenizer

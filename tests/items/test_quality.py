@@ -95,3 +95,16 @@ def test_format_report_is_one_small_table():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         quality_report(*arguments)
+
+
+def test_purity_is_how_often_company_has_the_same_category():
+    codes = np.array([[0, 0], [0, 0], [0, 1], [1, 1], [3, 1]])
+    report = quality_report(codes, codes, EMBEDDINGS, CODEBOOKS, np.zeros(5), ["a", "a", "b", "c", "c"])
+    # Prefix 0 holds a, a and b: each a has company a and b, b has none of its kind. Prefixes 1 and 3 hold one item.
+    assert report["prefix_purity"] == [pytest.approx((1 / 2 + 1 / 2 + 0) / 3), 1.0]
+    assert format_report(report).splitlines()[-1].startswith("purity      33.3% 100.0% of the others")
+    unknown = quality_report(codes, codes, EMBEDDINGS, CODEBOOKS, np.zeros(5), ["", "a", "b", "", ""])
+    assert unknown["prefix_purity"] == [0.0, None]  # items without a category count neither as items nor as company
+    assert "purity      0.0% - of" in format_report(unknown)
+    nothing = quality_report(codes, codes, EMBEDDINGS, CODEBOOKS, np.zeros(5), [""] * 5)
+    assert nothing["prefix_purity"] == [None, None]

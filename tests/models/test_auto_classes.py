@@ -1,10 +1,15 @@
+import ast
 import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModel, AutoProcessor
+from transformers.dynamic_module_utils import get_relative_import_files
 
 import hf_deco
 from hf_deco import (
@@ -73,3 +78,77 @@ def test_auto_classes_know_the_package_here_too(make_model, tmp_path, kind, name
     assert type(AutoProcessor.from_pretrained(tmp_path)) is DecoProcessor
     assert type(AutoModel.from_config(model.config)) is model_class
     assert type(AutoConfig.for_model(name, num_codebooks=2)) is config_class
+
+
+MODELS = Path(hf_deco.__file__).parent / "models"
+ALLOWED = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", *sys.stdlib_module_names}
+AUTO_CLASSES = [DecoConfig, BackboneConfig, DecoForSIDRetrieval, BackboneForSIDRetrieval, DecoProcessor]
+
+
+def import_closure(module):
+    """Every file that a module reads, by walking the syntax trees; other packages than the allowed ones fail."""
+    found, open_files = set(), [f"{module}.py"]
+    while open_files:
+        name = open_files.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for node in ast.walk(ast.parse((MODELS / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                # `from . import x` and packages are not copied with a checkpoint.
+                assert node.level == 1 and node.module and "." not in node.module, f"{name}, line {node.lineno}"
+                open_files.append(f"{node.module}.py")
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                assert {imported.split(".")[0] for imported in names} <= ALLOWED, f"{name}, line {node.lineno}"
+    return found
+
+
+@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+def test_what_an_auto_class_reads_lies_beside_it_and_needs_no_other_package(auto_class):
+    module = auto_class.__module__.rsplit(".", 1)[1]
+    closure = import_closure(module)
+    assert all((MODELS / name).is_file() for name in closure)
+    # What transformers copies: a pattern on lines, which reads docstrings too.
+    copied = {Path(file).name for file in get_relative_import_files(MODELS / f"{module}.py")}
+    assert copied | {f"{module}.py"} == closure
+
+
+@pytest.mark.parametrize("kind", ["deco", "backbone"])
+def test_a_saved_checkpoint_carries_exactly_that_code(make_model, tmp_path, kind):
+    model = make_model(kind=kind)
+    model.save_pretrained(tmp_path)
+    names = ["configuration_deco", type(model).__module__.rsplit(".", 1)[1]]
+    assert {path.name for path in tmp_path.glob("*.py")} == set.union(*map(import_closure, names))
+    assert model.config.auto_map == {
+        "AutoConfig": f"configuration_deco.{type(model.config).__name__}",
+        "AutoModel": f"{names[1]}.{type(model).__name__}",
+    }
+    for path in tmp_path.glob("*.py"):
+        assert path.read_bytes() == (MODELS / path.name).read_bytes()
+
+
+def test_a_processor_alone_carries_its_code(tmp_path):
+    DecoProcessor(["a"], torch.tensor([[1]]), (2,)).save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == import_closure("processing_deco")
+
+
+def test_an_older_transformers_is_named_before_anything_else(tmp_path, monkeypatch):
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers/__init__.py").write_text("__version__ = '4.57.1'\n")  # and nothing to import from it
+    path = os.pathsep.join([str(tmp_path), str(MODELS.parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", "import hf_deco"], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    message = "ImportError: hf_deco needs transformers>=5.24, but 4.57.1 is installed: run `pip install -U "
+    assert done.stderr.splitlines()[-1].startswith(message)
+    monkeypatch.setattr(transformers, "__version__", "5.23.4")  # a checkpoint's own code says the same
+    with pytest.raises(ImportError, match=r"needs transformers>=5\.24, but 5\.23\.4 is installed"):
+        runpy.run_path(str(MODELS / "configuration_deco.py"))
+
+
+@pytest.mark.parametrize("version", ["5.24.0", "5.25.0.dev0", "6.0.0rc1"])
+def test_a_later_transformers_is_let_through(monkeypatch, version):
+    monkeypatch.setattr(transformers, "__version__", version)
+    assert "DecoConfig" in runpy.run_path(str(MODELS / "configuration_deco.py"))

@@ -5,14 +5,20 @@ import copy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
 
-from hf_deco.models import modeling_backbone
-from hf_deco.models.attention_sid import SHARED_HISTORY, SharedHistory, shared_history_attention
+from hf_deco.models import scorers_sid
+from hf_deco.models.attention_sid import SHARED_HISTORY, SharedHistory, attend_shared, shared_history_attention
+from hf_deco.models.inference_sid import FlatTransformer
 
 MODELS = [("deco", "fused"), ("deco", "flat"), ("backbone", "fused"), ("backbone", "flat")]
 BACKBONES = ["fused", "flat"]
 NORMALIZATIONS = ["children", "vocabulary"]
+
+
+@pytest.fixture
+def through_modules(monkeypatch):
+    """Searches through transformers' own modules, as of models that cannot be read over flat tokens."""
+    monkeypatch.setattr(FlatTransformer, "supports", staticmethod(lambda model: False))
 
 
 def shape_of(model_type="qwen2", heads=4, kv_heads=2):
@@ -142,7 +148,7 @@ def test_results_do_not_depend_on_batch_mates_or_padding(make_model, make_histor
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_eager_attention_equals_sdpa(make_model, make_histories, make_sequences, kind):
+def test_eager_attention_equals_sdpa(make_model, make_histories, make_sequences, kind, through_modules):
     eager = make_model(kind=kind[0], history_format=kind[1], copy_pointer=True)
     sdpa = copy.deepcopy(eager)
     eager.set_attn_implementation("eager")
@@ -182,38 +188,74 @@ class LargestTensor(TorchDispatchMode):
         return output
 
 
+@pytest.fixture
+def searched(make_model, make_histories, monkeypatch):
+    """What a search of 20 beams reads, in which memory the histories lie, and the largest tensor of its steps."""
+
+    def run(history_format, lengths):
+        text_config = shape_of(heads=4, kv_heads=4)
+        model = make_model((6, 5, 4), 100, kind="backbone", history_format=history_format, text_config=text_config)
+        inputs, tensors = make_histories(model, lengths), LargestTensor()
+        reads, histories = [], []
+
+        def note_reads(owner, name, shape_of_call):
+            function = getattr(owner, name)
+
+            def noting(*args, **kwargs):
+                reads.append((name, *shape_of_call(*args, **kwargs)))
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, noting)
+
+        def noting_histories(keys, values, mask, users):
+            histories.append(
+                [(key.shape, value.shape, key.data_ptr()) for key, value in zip(keys, values, strict=True)]
+            )
+            return SharedHistory(keys, values, mask, users)
+
+        advance = scorers_sid.BackboneScorer.advance
+
+        def measured(*args):
+            with tensors:
+                return advance(*args)
+
+        note_reads(model.backbone, "forward", lambda inputs_embeds, **kwargs: inputs_embeds.shape[:2])
+        note_reads(FlatTransformer, "read_sequences", lambda flat, tokens, *args, **kwargs: tokens.shape[:1])
+        note_reads(FlatTransformer, "read_next", lambda flat, tokens, *args, **kwargs: tokens.shape[:1])
+        monkeypatch.setattr(scorers_sid, "SharedHistory", noting_histories)
+        monkeypatch.setattr(scorers_sid.BackboneScorer, "advance", measured)
+        search(model, *inputs, num_beams=20, skip_forced_levels=False)
+        return reads, histories, tensors.largest, model.config.tokens_per_item
+
+    return run
+
+
+def assert_history_is_shared(histories, largest, tokens, users=3, beams=20, heads=4, width=4):
+    assert len(histories) == 2 and histories[0] == histories[1]  # the very same memory at every level
+    assert all(keys == values == (users, tokens, heads, width) for keys, values, _ in histories[0])
+    # Weights take beams x heads x tokens; one key or value for each would be `width` times that.
+    assert users * beams * heads * tokens <= largest < 2 * users * beams * heads * tokens
+
+
 @pytest.mark.parametrize("history_format", BACKBONES)
-def test_history_is_read_once_per_user_and_never_copied_to_beams(
-    make_model, make_histories, monkeypatch, history_format
+def test_flat_history_is_read_once_per_user_without_padding_and_never_copied_to_beams(searched, history_format):
+    reads, histories, largest, per_item = searched(history_format, [20, 3, 14])
+    assert reads == [("read_sequences", 37 * per_item), ("read_next", 3 * 6), ("read_next", 3 * 20)]
+    assert_history_is_shared(histories, largest, 20 * per_item)
+
+
+@pytest.mark.parametrize("history_format", BACKBONES)
+def test_through_modules_too_history_is_read_once_per_user_and_never_copied_to_beams(
+    searched, through_modules, history_format
 ):
-    text_config = shape_of(heads=4, kv_heads=4)
-    model = make_model((6, 5, 4), 100, kind="backbone", history_format=history_format, text_config=text_config)
-    inputs = make_histories(model, [20, 3, 14])
-    tokens, beams = 20 * model.config.tokens_per_item, 20
-    seen, reads, forward = [], [], model.backbone.forward
-
-    def recording(cache, mask, users):
-        seen.append([(layer.keys.shape, layer.values.shape, layer.keys.data_ptr()) for layer in cache.layers])
-        return SharedHistory(cache, mask, users)
-
-    monkeypatch.setattr(modeling_backbone, "SharedHistory", recording)
-    monkeypatch.setattr(
-        model.backbone,
-        "forward",
-        lambda inputs_embeds, **kw: reads.append(inputs_embeds.shape) or forward(inputs_embeds=inputs_embeds, **kw),
-    )
-    with LargestTensor() as tensors:
-        search(model, *inputs, num_beams=beams, skip_forced_levels=False)
-    assert [tuple(shape[:2]) for shape in reads] == [(3, tokens), (3 * 6, 1), (3 * beams, 1)]
-    assert len(seen) == 2 and seen[0] == seen[1]  # the very same memory at every level
-    assert all(keys == values == (3, 4, tokens, 4) for keys, values, _ in seen[0])
-    # Weights take beams x heads x tokens; one key or value for each would be 4 (its width) times that.
-    assert 3 * beams * 4 * tokens <= tensors.largest < 2 * 3 * beams * 4 * tokens
+    reads, histories, largest, per_item = searched(history_format, [20, 3, 14])
+    assert reads == [("forward", 3, 20 * per_item), ("forward", 3 * 6, 1), ("forward", 3 * 20, 1)]
+    assert_history_is_shared(histories, largest, 20 * per_item)
 
 
 @pytest.mark.parametrize("history_format", BACKBONES)
 def test_attention_implementation_is_the_models_own_again_after_a_search(
-    make_model, make_histories, monkeypatch, history_format
+    make_model, make_histories, monkeypatch, history_format, through_modules
 ):
     model = make_model(kind="backbone", history_format=history_format)
     inputs = make_histories(model, [3, 2])
@@ -249,25 +291,24 @@ def test_attention_over_a_shared_history_equals_attention_over_copies_of_it(kv_h
 
     users = torch.tensor([0, 0, 0, 2, 2, 3])  # user 1 has no beam, user 3 no history
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
-    past_keys, past_values = random(4, kv_heads, 5, 8), random(4, kv_heads, 5, 8)
-    past_keys.masked_fill_(~mask[:, None, :, None], 7.0)
-    query, key, value = random(6, 4, 1, 8), random(6, kv_heads, 3, 8), random(6, kv_heads, 3, 8)
-    cache = DynamicCache()
-    for layer in range(2):
-        cache.update(past_keys if layer else past_keys + 1, past_values if layer else past_values + 1, layer)
-    module = torch.nn.Module()
-    module.layer_idx = 1
-    output, weights = shared_history_attention(
-        module, query, key, value, None, 0.3, shared_history=SharedHistory(cache, mask, users)
-    )
-    assert output.shape == (6, 1, 4, 8) and weights is None
+    past_keys, past_values = random(4, 5, kv_heads, 8), random(4, 5, kv_heads, 8)
+    past_keys.masked_fill_(~mask[:, :, None, None], 7.0)
+    query, keys, values = random(6, 4, 8), random(6, 3, kv_heads, 8), random(6, 3, kv_heads, 8)
+    shared = SharedHistory([past_keys + 1, past_keys], [past_values + 1, past_values], mask, users)
+    output = attend_shared(query, keys, values, 1, shared, 0.3)
+    assert output.shape == (6, 4, 8)
     for row, user in enumerate(users.tolist()):
         for head in range(4):
             kv_head = head * kv_heads // 4
-            keys = torch.cat([past_keys[user, kv_head][mask[user]], key[row, kv_head]])
-            values = torch.cat([past_values[user, kv_head][mask[user]], value[row, kv_head]])
-            expected = (keys @ query[row, head, 0] * 0.3).softmax(0) @ values
-            torch.testing.assert_close(output[row, 0, head], expected, rtol=1e-5, atol=1e-5)
+            all_keys = torch.cat([past_keys[user, mask[user], kv_head], keys[row, :, kv_head]])
+            all_values = torch.cat([past_values[user, mask[user], kv_head], values[row, :, kv_head]])
+            expected = (all_keys @ query[row, head] * 0.3).softmax(0) @ all_values
+            torch.testing.assert_close(output[row, head], expected, rtol=1e-5, atol=1e-5)
+    module = torch.nn.Module()
+    module.layer_idx = 1
+    given = (part.transpose(1, 2) for part in (query.unsqueeze(1), keys, values))
+    called, weights = shared_history_attention(module, *given, None, 0.3, shared_history=shared)
+    assert torch.equal(called, output.unsqueeze(1)) and weights is None
 
 
 @torch.no_grad()
@@ -284,9 +325,8 @@ def test_a_window_is_fine_as_long_as_the_history_fits_into_it(
 
 @pytest.mark.parametrize("extra", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": 3}])
 def test_attention_that_is_not_plain_is_refused_rather_than_ignored(extra):
-    cache = DynamicCache()
-    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
-    shared = SharedHistory(cache, torch.ones((1, 3), dtype=torch.bool), torch.tensor([0, 0]))
+    past = [torch.zeros(1, 3, 2, 4)]
+    shared = SharedHistory(past, past, torch.ones((1, 3), dtype=torch.bool), torch.tensor([0, 0]))
     module = torch.nn.Module()
     module.layer_idx = 0
     rows = torch.zeros(2, 2, 1, 4)
@@ -297,7 +337,7 @@ def test_attention_that_is_not_plain_is_refused_rather_than_ignored(extra):
 
 def test_beams_are_grouped_by_user_and_back():
     users = torch.tensor([0, 0, 2, 2, 2])
-    shared = SharedHistory(DynamicCache(), torch.ones((4, 2), dtype=torch.bool), users)
+    shared = SharedHistory([], [], torch.ones((4, 2), dtype=torch.bool), users)
     rows = torch.arange(30.0).view(5, 2, 3)
     grouped = shared.group(rows)
     assert grouped.shape == (4, 2, 3, 3)
@@ -306,6 +346,9 @@ def test_beams_are_grouped_by_user_and_back():
     )
     assert grouped[1].abs().sum() == grouped[3].abs().sum() == grouped[0, :, 2].abs().sum() == 0
     assert torch.equal(shared.ungroup(grouped), rows)
+    shared = SharedHistory([], [], torch.ones((2, 2), dtype=torch.bool), torch.tensor([0, 0, 1, 1]))  # nobody has fewer
+    assert torch.equal(shared.group(rows[:4])[1], rows[2:4].transpose(0, 1))
+    assert torch.equal(shared.ungroup(shared.group(rows[:4])), rows[:4])
 
 
 @pytest.mark.parametrize("history_format", BACKBONES)

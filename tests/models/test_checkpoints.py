@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedModel
 
-from hf_deco import BackboneForSIDRetrieval, DecoForSIDRetrieval, SIDGenerationConfig
+from hf_deco import BackboneConfig, BackboneForSIDRetrieval, DecoConfig, DecoForSIDRetrieval, SIDGenerationConfig
 
 VARIANTS = [
     {"kind": kind, "history_format": history_format, "copy_pointer": copy_pointer}
@@ -106,10 +106,101 @@ def test_a_checkpoint_of_the_other_history_format_is_refused(make_model, tmp_pat
         AutoModel.from_pretrained(tmp_path)
 
 
-def test_a_checkpoint_of_the_other_kind_is_refused(make_model, tmp_path):
-    make_model(kind="backbone").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="lacks .* tensors of the model"):
+@pytest.fixture
+def no_weights(monkeypatch):
+    """To read a weight is an error."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("Weights were read.")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value != "gone"}))
+
+
+@pytest.mark.parametrize("model_type", ["sid_backbone", "bert", "", None])
+def test_a_foreign_model_type_is_refused(make_model, tmp_path, no_weights, model_type):
+    make_model().save_pretrained(tmp_path)
+    change_config(tmp_path, model_type=model_type, vocab_size=7)
+    with pytest.raises(ValueError, match=f"`model_type` is {model_type!r}, but DecoConfig needs 'deco'"):
         DecoForSIDRetrieval.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"`model_type` is {model_type!r}, but DecoConfig needs 'deco'"):
+        DecoConfig.from_pretrained(tmp_path)
+
+
+def test_a_missing_model_type_is_refused(make_model, tmp_path, no_weights):
+    make_model().save_pretrained(tmp_path)
+    change_config(tmp_path, model_type="gone")
+    with pytest.raises(ValueError, match="has no `model_type`; a checkpoint of DecoConfig says 'deco'"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("loader", [DecoForSIDRetrieval, AutoModel])
+def test_a_configuration_with_unknown_keys_is_refused(make_model, tmp_path, no_weights, loader):
+    make_model().save_pretrained(tmp_path)
+    change_config(tmp_path, num_codebook=3, frobnicate=True)
+    message = r"Unknown configuration arguments \['frobnicate', 'num_codebook'\] of DecoConfig"
+    with pytest.raises(ValueError, match=message):
+        loader.from_pretrained(tmp_path)
+
+
+def test_a_given_configuration_of_another_kind_is_refused(make_model, tmp_path, no_weights):
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`config` is of a 'sid_backbone' model, but this class needs a DecoConfig"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path, config=BackboneConfig())
+    with pytest.raises(AssertionError, match="Weights were read"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path, config=str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"num_items": 29}, {"num_items": 0}, {"num_codebooks": 2, "codebook_size": [5, 4]}])
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "10KB"}])
+def test_a_catalog_of_another_shape_is_refused(make_model, tmp_path, no_weights, change, shards):
+    make_model().save_pretrained(tmp_path, **shards)
+    assert (tmp_path / "model.safetensors").exists() != bool(shards)
+    change_config(tmp_path, **change)
+    expected = rf"\({change['num_items'] if 'num_items' in change else 30}, {change.get('num_codebooks', 3)}\)"
+    with pytest.raises(ValueError, match=rf"'catalog_codes', has shape \(30, 3\), but .* are {expected}\."):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_pickled_weights_are_refused_unread(make_model, tmp_path, no_weights, name):
+    make_model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    with pytest.raises(OSError, match=rf"only {name}: pickled weights can run code.*Convert them to safetensors"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+def test_safetensors_cannot_be_switched_off(make_model, tmp_path, no_weights):
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`use_safetensors` must be True"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path, use_safetensors=False)
+
+
+def test_weights_beside_pickled_ones_are_read(make_model, tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
+    assert_same_state(DecoForSIDRetrieval.from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "10KB"}])
+def test_a_variant_is_found(make_model, tmp_path, shards):
+    model = make_model()
+    model.save_pretrained(tmp_path, variant="other", **shards)
+    assert_same_state(DecoForSIDRetrieval.from_pretrained(tmp_path, variant="other"), model)
+    with pytest.raises(OSError, match=r"holds no model\.safetensors: it is not a checkpoint"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+
+
+def test_a_model_is_not_saved_beside_an_adapter(make_model, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="Move the adapter's files to `adapter/`"):
+        make_model().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])

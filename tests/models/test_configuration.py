@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, Qwen2Config
 
@@ -145,3 +146,43 @@ def test_values_at_their_limits_are_fine():
         num_codebooks=1, codebook_size=[1], num_concepts=1, code_embedding_size=1, max_history_length=1, dropout=0
     )
     assert config.codebook_sizes == (1,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_codebook": 3}, r"\['num_codebook'\] of DecoConfig; did you mean `num_codebooks`\?"),
+        ({"zebra": 1, "apple": 2}, r"\['apple', 'zebra'\] of DecoConfig\. A checkpoint that holds them"),
+        ({"num_beams": 5}, r"\['num_beams'\] of DecoConfig"),  # the parent would drop it in silence
+    ],
+)
+def test_misspelt_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"Unknown configuration arguments {message}"):
+        DecoConfig(**arguments)
+    with pytest.raises(ValueError, match="Unknown configuration arguments"):
+        DecoConfig.from_dict({"model_type": "deco", **arguments})
+    with pytest.raises(ValueError, match="Unknown configuration arguments .* of BackboneConfig"):
+        BackboneConfig(**arguments)
+
+
+def test_what_transformers_keeps_in_every_configuration_is_fine(tmp_path):
+    kept = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    config = DecoConfig(
+        **kept, use_cache=False, name_or_path="me/deco", attn_implementation="eager", torch_dtype="bfloat16"
+    )
+    assert {name: getattr(config, name) for name in kept} == kept
+    assert (config.name_or_path, config._attn_implementation, config.dtype) == ("me/deco", "eager", torch.bfloat16)
+    config.quantization_config = {"quant_method": "none"}
+    config.save_pretrained(tmp_path)
+    assert DecoConfig.from_pretrained(tmp_path).quantization_config == {"quant_method": "none"}
+
+
+@pytest.mark.parametrize("config_class", [DecoConfig, BackboneConfig])
+def test_a_model_type_is_needed_and_must_be_the_classs_own(config_class):
+    content = config_class().to_dict()
+    assert config_class.from_dict(content).to_dict() == config_class(**content).to_dict()
+    with pytest.raises(ValueError, match=f"`model_type` is 'bert', but {config_class.__name__} needs"):
+        config_class.from_dict({**content, "model_type": "bert", "vocab_size": 3})
+    del content["model_type"]
+    with pytest.raises(ValueError, match=f"has no `model_type`; a checkpoint of {config_class.__name__} says"):
+        config_class.from_dict(content)

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_deco import SIDGenerationConfig, SIDGenerationOutput, SIDTrie
-from hf_deco.models.beam_search_sid import top_per_user
+from hf_deco.models.beam_search_sid import BeamSearch, PrefixStates, top_per_user
 
 SHAPES = [((7,), 6), ((5, 4), 12), ((5, 1, 6), 17), ((3, 4, 2, 5), 40), ((2,) * 7, 25)]
 NORMALIZATIONS = ["children", "vocabulary"]
@@ -135,9 +135,9 @@ class CountingScorer:
             scorer, copies = start(*args)
             advance = scorer.advance
 
-            def count(parents, codes, level):
+            def count(states, rows, codes, level):
                 self.read.append(len(codes))
-                return advance(parents, codes, level)
+                return advance(states, rows, codes, level)
 
             scorer.advance = count
             return scorer, copies
@@ -424,27 +424,25 @@ def test_generation_config_survives_json_and_copies(tmp_path):
         assert other.return_dict_in_generate is None
 
 
-def test_search_follows_the_catalog_it_is_given_not_the_models(make_model, make_histories):
+def test_search_follows_the_catalog_it_is_given_not_the_models():
     # The same search serves any scorer and trie.
-    from hf_deco.models.generation_sid import beam_search
-
     class UniformScorer:
         def start(self):
-            return torch.zeros((2, 1))
+            return PrefixStates(torch.zeros((2, 1)), torch.arange(2), [], [])
 
-        def advance(self, parents, codes, level):
-            return torch.zeros((len(codes), 1))
+        def advance(self, states, rows, codes, level):
+            return states.select(rows)
 
         def head(self, level):
             return torch.zeros((4, 1))
 
     trie = SIDTrie(torch.tensor([[0, 0], [0, 1], [0, 2], [3, 3]]), (4, 4))
-    beams = beam_search(UniformScorer(), trie, [4, 4])
+    beams = BeamSearch(UniformScorer(), trie, [4, 4]).run()
     assert beams.users.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert beams.codes[:4].tolist()[0] == [3, 3]
     expected = torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6] * 2).log()
     torch.testing.assert_close(beams.scores, expected)
-    beams = beam_search(UniformScorer(), trie, [4, 4], normalize_over="vocabulary")
+    beams = BeamSearch(UniformScorer(), trie, [4, 4], normalize_over="vocabulary").run()
     torch.testing.assert_close(beams.scores, torch.full((8,), 1 / 16).log())
 
 

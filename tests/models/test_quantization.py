@@ -442,6 +442,8 @@ def test_sample_too_large_to_be_squared_changes_nothing():
     before = copy.deepcopy(quantizer.state_dict())
     with pytest.raises(ValueError, match="too large to be squared"):
         quantizer.init_from_data(1e25 * random(30, WIDTH))
+    with pytest.raises(ValueError, match="too large to be averaged"):
+        quantizer.init_from_data(random(30, WIDTH).abs().double() * 1e300, "uniform")
     assert unchanged(quantizer, before)
 
 

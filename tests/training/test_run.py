@@ -52,7 +52,7 @@ def test_a_run_writes_metrics_plot_and_result_rows(finished):
 def test_the_folder_holds_no_pickle_but_the_resumable_state(finished):
     folder, _, _ = finished
     outside = [path for path in (folder / "run").rglob("*") if path.is_file() and "checkpoint-" not in str(path)]
-    assert {path.suffix for path in outside} <= {".safetensors", ".json", ".parquet", ".npy", ".png"}
+    assert {path.suffix for path in outside} <= {".safetensors", ".json", ".parquet", ".npy", ".png", ".md", ".py"}
 
 
 def test_auto_classes_reopen_the_checkpoint(finished):

@@ -98,7 +98,7 @@ class QuantizerTrainer:
         loss = self.quantizer(batch.to(self.accelerator.device)).loss
         value = loss.item()
         if not math.isfinite(value):
-            raise ValueError(f"the loss is {value}: scale the embeddings, or lower `learning_rate` {learning_rate}.")
+            raise ValueError(f"the loss is not finite ({value}): scale the embeddings, or lower `learning_rate`.")
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate

@@ -86,7 +86,7 @@ class StreamingTokenizer:
         self._trainer = QuantizerTrainer(copy.deepcopy(tokenizer.quantizer.quantizer), training, tokenizer.seed)
         self._item_ids: list[str] = item_ids.tolist()
         self._row_of = {item_id: row for row, item_id in enumerate(self._item_ids)}
-        self._points = points
+        self._points = points.copy()  # without a projection they are the caller's own, and rows are written later
         self._publish(tokenizer, tokenizer.quantizer.encode(points), 1)
 
     @staticmethod

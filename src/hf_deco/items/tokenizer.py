@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..models.quantization import METHODS as GRADIENT_METHODS
 from .embedding import check_embeddings
 from .folders import check_files, read_arrays, read_file, read_meta, replace_folder
 from .gradient_rq import GradientRQ
@@ -17,7 +18,7 @@ from .quantizer_training import QuantizerTraining
 from .reconstruction import AdditiveCodebooks, Reconstruction
 from .rq_kmeans import RQKMeans, check_codebook_sizes
 
-METHODS = ("rq-kmeans", "rq", "rq-ema", "simvq", "basis-rq", "prefix-basis-rq")
+METHODS = ("rq-kmeans", *GRADIENT_METHODS)
 FORMAT_VERSION = 1
 ARRAYS, META = "tokenizer.safetensors", "tokenizer.json"
 

@@ -258,12 +258,14 @@ def ranks(users: torch.LongTensor, num_users: int) -> torch.LongTensor:
 def pad_per_user(
     scores: torch.Tensor, users: torch.LongTensor, num_users: int
 ) -> tuple[torch.Tensor, torch.LongTensor]:
-    """Scores `(C,)` of ascending `users` as `(num_users, width)`, `-inf` behind; and where each user's begin."""
+    """Scores `(C,)` of ascending `users` as `(num_users, width)`, `-inf` behind and for NaN; and where each user's
+    begin."""
     counts = torch.bincount(users, minlength=num_users)
     starts = torch.cumsum(counts, 0) - counts
     width = int(counts.max())
     slots = users * width + torch.arange(users.shape[0], device=users.device) - starts[users]
     padded = scores.new_full((num_users * width,), -torch.inf)
+    scores = torch.where(scores.isnan(), -torch.inf, scores)  # `topk` would take NaN for the highest
     return padded.index_copy_(0, slots, scores).view(num_users, width), starts
 
 
@@ -279,6 +281,6 @@ def top_per_user(scores: torch.Tensor, users: torch.LongTensor, num_users: int, 
     Returns:
         `torch.LongTensor`: positions, grouped by user, best first.
     """
-    padded, starts = pad_per_user(torch.where(scores.isnan(), -torch.inf, scores), users, num_users)
+    padded, starts = pad_per_user(scores, users, num_users)
     best, positions = padded.topk(min(number, padded.shape[1]), dim=1)
     return (positions + starts.unsqueeze(1))[best > -torch.inf]

@@ -2,8 +2,9 @@
 
 import torch
 
-# Distances computed at once, so that they stay in cache whatever the number of rows.
-CHUNK_DISTANCES = 2**21
+# Distances computed at once, so that they stay in cache whatever the number of rows; an accelerator takes more.
+CHUNK_DISTANCES = 2**20
+ACCELERATOR_FACTOR = 64
 # Differences computed at once where codes are too close to call.
 CHUNK_DIFFERENCES = 2**20
 KMEANS_ITERATIONS = 16
@@ -31,7 +32,7 @@ def squared_distances(
     squares = codebook.square()
     if scale is None:
         return torch.addmm(squares.sum(1), x, codebook.T, alpha=-2)
-    return torch.addmm(scale.square() @ squares.T, (x - bias) * scale, codebook.T, alpha=-2)
+    return (scale.square() @ squares.T).addmm_((x - bias) * scale, codebook.T, alpha=-2)
 
 
 @torch.no_grad()
@@ -41,7 +42,8 @@ def nearest_codes(
     """Nearest code of every row, the lowest of equals; arguments as for [`squared_distances`].
 
     The rounding of a matrix product depends on its shape. Where it could decide between two codes, their distances are
-    computed anew in float64, row by row. A row therefore has the same code in every batch.
+    computed anew in float64, row by row. A row therefore has the same code in every batch. This holds for products in
+    float32; leave TF32 off (`torch.set_float32_matmul_precision("highest")`, the default).
 
     Returns:
         `torch.LongTensor` of shape `(B,)`.
@@ -49,13 +51,18 @@ def nearest_codes(
     Raises:
         ValueError: If a distance is NaN or infinite.
     """
-    rows = max(1, CHUNK_DISTANCES // len(codebook))
+    rows = max(1, chunk_size(CHUNK_DISTANCES, x.device) // len(codebook))
     codes = [x.new_empty(0, dtype=torch.long)]
     for start in range(0, len(x), rows):
         here = slice(start, start + rows)
         prefix = (None, None) if scale is None else (scale[here], bias[here])
         codes.append(_nearest_of_chunk(x[here], codebook, *prefix))
     return torch.cat(codes)
+
+
+def chunk_size(size: int, device: torch.device) -> int:
+    """A size that suits a processor's cache, or what an accelerator needs to be busy."""
+    return size if device.type == "cpu" else ACCELERATOR_FACTOR * size
 
 
 def _nearest_of_chunk(x, codebook, scale, bias) -> torch.LongTensor:
@@ -90,17 +97,23 @@ def _rounding_error(x, codebook, scale, bias) -> torch.Tensor:
 
 def _nearest_candidate(x, codebook, scale, bias, candidates: torch.BoolTensor) -> torch.LongTensor:
     """The nearest of the candidates `(B, V)` of every row, by explicit differences in float64."""
-    row, code = candidates.nonzero(as_tuple=True)  # rows ascend, and so do the codes of a row
+    row, code = candidates.nonzero(as_tuple=True)
     exact = []
     for pairs in torch.arange(len(row), device=row.device).split(max(1, CHUNK_DIFFERENCES // x.shape[1])):
-        point, centre = x[row[pairs]].double(), codebook[code[pairs]].double()
+        point, centre = to_float64(x[row[pairs]]), to_float64(codebook[code[pairs]])
         if scale is not None:
-            centre = centre * scale[row[pairs]].double() + bias[row[pairs]].double()
+            centre = centre * to_float64(scale[row[pairs]]) + to_float64(bias[row[pairs]])
         exact.append((point - centre).square().sum(1))
     exact = torch.cat(exact)
+    row, code = row.to(exact.device), code.to(exact.device)
     least = exact.new_full((len(x),), torch.inf).scatter_reduce_(0, row, exact, "amin")
     codes = torch.where(exact == least[row], code, len(codebook))
-    return row.new_full((len(x),), len(codebook)).scatter_reduce_(0, row, codes, "amin")
+    return row.new_full((len(x),), len(codebook)).scatter_reduce_(0, row, codes, "amin").to(x.device)
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64; on the processor where its device has no such numbers."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 @torch.no_grad()
@@ -116,9 +129,11 @@ def kmeans(points: torch.Tensor, num_codes: int, generator: torch.Generator) -> 
         codes = nearest_codes(points, centroids)
         counts = torch.bincount(codes, minlength=num_codes)
         empty = (counts == 0).nonzero()[:, 0]
-        sums = torch.zeros_like(centroids, dtype=torch.float64).index_add_(0, codes, points.double())
+        exact = to_float64(points)
+        sums = exact.new_zeros(centroids.shape).index_add_(0, codes.to(exact.device), exact)
         errors = (points - centroids[codes]).square().sum(1)
-        centroids = torch.where(counts[:, None] > 0, (sums / counts[:, None]).to(points.dtype), centroids)
+        means = (sums / counts.to(sums.device)[:, None]).to(points)
+        centroids = torch.where(counts[:, None] > 0, means, centroids)
         if len(empty) and iteration < KMEANS_ITERATIONS - 1:
             farthest = errors.topk(len(empty)).indices
             centroids[empty] = points[farthest]

@@ -4,7 +4,7 @@ import difflib
 
 import transformers
 
-# Here, because this file is the first that a package or a checkpoint reads; below it older versions fail anyhow.
+# Here, because package and checkpoints read this file first; what follows would fail in its own words.
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
     raise ImportError(
         f"hf_deco needs transformers>=5.24, but {transformers.__version__} is installed: run "

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model, Qwen2RMSNorm
 
 from .attention_sid import SharedHistory, attend_shared
+
+_MOST_GRAPHS = 64  # of one function, for all models of a process
 
 # Attention of flat tokens: (layer, queries, keys, values), each (N, heads, head_dim), to outputs (N', heads, head_dim).
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -74,7 +76,12 @@ class Kernels:
 
     @classmethod
     def compiled(cls) -> "Kernels":
-        """All of them compiled, for tokens of any number."""
+        """All of them compiled, for tokens of any number.
+
+        Every shape of weights, type of numbers and autocast state takes a graph of its own; where they were more than
+        the compiler's limit, it would go back to eager in silence.
+        """
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
         functions = {name: getattr(EAGER, name) for name in cls.__dataclass_fields__}
         return cls(**{name: torch.compile(function, dynamic=True) for name, function in functions.items()})
 
@@ -104,7 +111,7 @@ class Layout:
     @classmethod
     def of(cls, lengths: torch.LongTensor) -> "Layout":
         """The layout of sequences of these lengths."""
-        ends, width = lengths.cumsum(0), int(lengths.max())
+        ends, width = lengths.cumsum(0), int(lengths.max()) if lengths.numel() else 0 if lengths.numel() else 0
         rows = torch.arange(lengths.shape[0], device=lengths.device).repeat_interleave(lengths)
         positions = torch.arange(rows.shape[0], device=lengths.device) - (ends - lengths)[rows]
         return cls(lengths, positions, rows * width + positions, (ends - 1).clamp(min=0), width)
@@ -177,6 +184,8 @@ class FlatTransformer:
     Args:
         model (`Qwen2Model`): Whose weights are used. Not copied: a change of theirs is seen.
         kernels ([`Kernels`], *optional*): Elementwise functions; eager by default.
+
+    Gradients do not flow through it.
     """
 
     def __init__(self, model: Qwen2Model, kernels: Kernels = EAGER):
@@ -187,13 +196,13 @@ class FlatTransformer:
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        """Whether a model is one that this class computes: a plain Qwen2, without windows, adapters or quantisation."""
-        if type(model) is not Qwen2Model or set(model.config.layer_types) != {"full_attention"}:
+        """Whether a model is one that this class computes: a plain Qwen2 in evaluation mode, without windows, angles
+        that depend on the length, adapters or quantised layers."""
+        if type(model) is not Qwen2Model or model.training or set(model.config.layer_types) != {"full_attention"}:
             return False
-        linears = [module for layer in model.layers for module in layer.modules() if hasattr(module, "weight")]
-        return all(type(layer) is Qwen2DecoderLayer for layer in model.layers) and all(
-            type(module) is nn.Linear or module.weight.dim() == 1 for module in linears
-        ) and model.config.hidden_act == "silu"
+        if model.config.hidden_act != "silu" or model.rotary_emb.rope_type in ("dynamic", "longrope"):
+            return False
+        return type(model.norm) is Qwen2RMSNorm and all(map(_is_plain, model.layers))
 
     def __call__(
         self, tokens: torch.Tensor, positions: torch.LongTensor, attend: Attend, kept: torch.LongTensor | None = None
@@ -210,7 +219,8 @@ class FlatTransformer:
             `torch.Tensor` of shape `(N, d)`, or `(n, d)`.
         """
         cos, sin = self._angles(positions, tokens.dtype)
-        kernels, eps = self.kernels, self.eps
+        kernels, eps = self._kernels(tokens), self.eps
+        tokens = tokens.detach()  # no view: views, too, would be compiled for anew
         for index, layer in enumerate(self.model.layers[: self.num_layers]):
             attention, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
             normed = kernels.rms_norm(tokens, layer.input_layernorm.weight, eps)
@@ -218,10 +228,11 @@ class FlatTransformer:
             value = attention.v_proj(normed).unflatten(-1, (-1, key.shape[-1]))
             if kept is not None and index == self.num_layers - 1:
                 normed, tokens, cos, sin = (part.index_select(0, kept) for part in (normed, tokens, cos, sin))
+                kernels = self._kernels(tokens)
             query = kernels.project_queries(normed, attention.q_proj.weight, attention.q_proj.bias, cos, sin)
             tokens = kernels.feed_forward(
                 tokens,
-                attend(index, query, key, value).flatten(1),
+                attend(index, query, key, value).flatten(1).detach(),
                 attention.o_proj.weight,
                 attention.o_proj.bias,
                 norm.weight,
@@ -232,14 +243,16 @@ class FlatTransformer:
             )
         return kernels.rms_norm(tokens, self.model.norm.weight, eps)
 
+    def _kernels(self, rows: torch.Tensor) -> Kernels:
+        """Eager functions for no row and for one: compiled ones would be compiled for each of these anew."""
+        return self.kernels if rows.shape[0] > 1 else EAGER
+
     def _angles(self, positions: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         rotary = self.model.rotary_emb
         angles = positions.unsqueeze(1).float() * rotary.inv_freq.float()
         return (angles.cos() * rotary.attention_scaling).to(dtype), (angles.sin() * rotary.attention_scaling).to(dtype)
 
-    def read_sequences(
-        self, tokens: torch.Tensor, layout: Layout, last_only: bool = False
-    ) -> ReadSequences:
+    def read_sequences(self, tokens: torch.Tensor, layout: Layout, last_only: bool = False) -> ReadSequences:
         """Read whole sequences causally.
 
         Args:
@@ -290,6 +303,17 @@ class FlatTransformer:
             more_values.append(torch.cat([values[index], value], 1) if values else value)
             if shared is not None:
                 return attend_shared(query, more_keys[-1], more_values[-1], index, shared, self.scaling)
-            return self.kernels.attend_own(query, more_keys[-1], more_values[-1], self.scaling)
+            return self._kernels(query).attend_own(query, more_keys[-1], more_values[-1], self.scaling)
 
         return self(tokens, positions, attend), more_keys, more_values
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer of a Qwen2 model is as transformers makes it: nothing in it is wrapped or replaced."""
+    if type(layer) is not Qwen2DecoderLayer:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    return all(type(linear) is nn.Linear for linear in linears) and all(type(norm) is Qwen2RMSNorm for norm in norms)

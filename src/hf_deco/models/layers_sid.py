@@ -122,7 +122,7 @@ def make_transformer(config) -> nn.Module:
 def drop_text_embedding(transformer: nn.Module) -> nn.Module:
     """The same model without its table of text tokens, whatever the model calls it."""
     table = transformer.get_input_embeddings()
-    for name, module in list(transformer.named_modules()):
+    for module in list(transformer.modules()):
         for child_name, child in list(module._modules.items()):
             if child is not None and child is table:
                 setattr(module, child_name, None)

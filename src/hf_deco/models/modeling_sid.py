@@ -222,7 +222,7 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
 
     def _flat_backbone(self) -> FlatTransformer | None:
         """The backbone over flat tokens, for inference; None in training, or where it is none that can be so read."""
-        if self.training or torch.is_grad_enabled() or not FlatTransformer.supports(self.backbone):
+        if torch.is_grad_enabled() or not FlatTransformer.supports(self.backbone):
             return None
         return FlatTransformer(self.backbone, self.kernels)
 
@@ -237,7 +237,8 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
         """States of all tokens that were read in their columns, `(B, T * tokens_per_item, d)`, zero at padding."""
         places = mask.repeat_interleave(self.config.tokens_per_item, 1)
         states = read.states.new_zeros((places.numel(), read.states.shape[-1]))
-        return states.index_copy_(0, places.flatten().nonzero().squeeze(1), read.states).view(*places.shape, -1)
+        states.index_copy_(0, places.flatten().nonzero().squeeze(1), read.states)
+        return states.view(*places.shape, states.shape[-1])
 
     def _read_last(self, item_codes: torch.LongTensor, mask: torch.BoolTensor) -> torch.Tensor:
         """State `(B, d)` of every whole history, the start state for those without items."""

@@ -40,6 +40,6 @@ def singular_value_after(width: int, steps: int) -> float:
 
 def orthogonality_error(matrix: torch.Tensor) -> float:
     """`|W^T W - I|_F / sqrt(d)` of a matrix `(d, d)`, in float64: 0 for a rotation, 1 for zero."""
-    matrix = matrix.detach().double()
-    identity = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
+    matrix = matrix.detach().cpu().double()
+    identity = torch.eye(matrix.shape[0], dtype=matrix.dtype)
     return float(torch.linalg.matrix_norm(matrix.mT @ matrix - identity) / matrix.shape[0] ** 0.5)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .codebook_search import MAX_POINTS_PER_CODE, kmeans, nearest_codes
+from .codebook_search import MAX_POINTS_PER_CODE, chunk_size, kmeans, nearest_codes
 from .vector_quantization import (
     UNIFORM_RANGE,
     BasisVQ,
@@ -22,8 +22,8 @@ from .vector_quantization import (
 
 METHODS = ("rq", "rq-ema", "simvq", "basis-rq", "prefix-basis-rq")
 INITS = ("kmeans", "uniform")
-# Rows encoded at once.
-CHUNK_ROWS = 16384
+# Rows encoded at once; an accelerator takes more.
+CHUNK_ROWS = 2048
 
 
 class ResidualQuantizer(nn.Module):
@@ -143,12 +143,13 @@ class ResidualQuantizer(nn.Module):
         """
         check_input(x, self.mean.shape[0])
         codes = torch.empty((len(x), len(self.levels)), dtype=torch.long, device=x.device)
+        codebooks, chunk = self.codebooks(), chunk_size(CHUNK_ROWS, x.device)
         with torch.autocast(x.device.type, enabled=False):
-            for start in range(0, len(x), CHUNK_ROWS):
-                here = slice(start, start + CHUNK_ROWS)
+            for start in range(0, len(x), chunk):
+                here = slice(start, start + chunk)
                 residual, prefix = self._centred(x[here]), (None, None)
                 for level, quantizer in enumerate(self.levels):
-                    codes[here, level], rows = quantizer.choose(residual, *prefix)
+                    codes[here, level], rows = quantizer.choose(residual, *prefix, codebooks[level])
                     residual = residual - rows
                     prefix = self._extend(prefix, level, codes[here, level])
         return codes
@@ -208,8 +209,10 @@ class ResidualQuantizer(nn.Module):
         if not (x != x[0]).any():
             raise ValueError(f"`x` has zero variance: its {len(x)} rows are all alike, so codes could not differ.")
         generator = torch.Generator().manual_seed(seed)
-        x = full_precision(x).to(full_precision(self.mean).dtype)
+        x = x.to(full_precision(self.mean).dtype)
         mean = x.mean(0) if self.config["center"] else torch.zeros_like(x[0])
+        if not mean.isfinite().all():
+            raise ValueError("`x` holds values too large to be averaged; scale the embeddings.")
         codebooks = self._initial_codebooks(x, mean, init, generator)
         for quantizer, codes in zip(self.levels, codebooks, strict=True):
             quantizer.reset(codes)

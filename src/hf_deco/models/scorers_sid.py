@@ -54,7 +54,7 @@ class DecoderScorer:
         context = self.context
         if context.mask is not None or context.memory is not None:  # what else is told is in the cache
             context = context.select(users)
-        cache = fill_cache(DynamicCache(config=self.decoder.transformer.config), keys, values)
+        cache = fill_cache(DynamicCache(), keys, values)  # without a configuration: all positions are counted and kept
         hidden = self.decoder.read(context, tokens, cache=cache, use_cache=True)[:, -1]
         return PrefixStates(hidden, users, *cached(cache))
 

@@ -222,7 +222,6 @@ class SIDTrie:
         offsets = self.leaf_offsets[level]
         return self.item_offsets[offsets[nodes]], self.item_offsets[offsets[nodes + 1]]
 
-    @torch.inference_mode(False)  # kept, so it must serve training too
     def item_positions(self) -> torch.LongTensor:
         """Position in `item_rows` of every catalog row, `(N,)`; made when first asked for."""
         if self._item_positions is None:
@@ -230,7 +229,6 @@ class SIDTrie:
             self._item_positions[self.item_rows] = torch.arange(self.num_items, device=self.device)
         return self._item_positions
 
-    @torch.inference_mode(False)
     def _level_edge_keys(self, level: int) -> torch.Tensor:
         """Ascending keys `parent * V + code` of the nodes of level `level + 1`; made when first asked for."""
         if self._edge_keys[level] is None:

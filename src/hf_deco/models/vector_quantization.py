@@ -86,12 +86,13 @@ class VectorQuantizer(nn.Module):
         """The codes `(V, d)` that inputs are compared with, float32 or float64."""
         return full_precision(self.codebook)
 
-    def choose(self, x, scale=None, bias=None) -> tuple[torch.LongTensor, torch.Tensor]:
+    def choose(self, x, scale=None, bias=None, codebook=None) -> tuple[torch.LongTensor, torch.Tensor]:
         """Nearest codes `(B,)` of inputs `(B, d)`, and what they stand for, `(B, d)`.
 
-        With `scale` and `bias` `(B, d)`, every input has a codebook of its own, `scale * codebook + bias`.
+        With `scale` and `bias` `(B, d)`, every input has a codebook of its own, `scale * codebook + bias`. Who calls
+        often gives what `effective_codebook` returned.
         """
-        codebook = self.effective_codebook()
+        codebook = self.effective_codebook() if codebook is None else codebook
         codes = nearest_codes(x.detach(), codebook.detach(), scale, bias)
         return codes, self.look_up(codes, scale, bias, codebook)
 

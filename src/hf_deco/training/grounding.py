@@ -28,8 +28,8 @@ from ..models.modeling_sid import TargetScores
 from ..models.pointer_sid import CopyState
 from ..models.scoring_sid import Targets, score_level
 
-READ_PROMPT = ("Item: ", "\nSemantic ID:")  # around the text
-WRITE_PROMPT = ("Semantic ID:", "\nItem: ")  # around the item's token; the text follows
+READ_PROMPT = ("Item:", "\nSemantic ID:")  # around the text, which a space begins
+WRITE_PROMPT = ("Semantic ID:", "\nItem:")  # around the item's token; the text follows
 RECALL_AT = 10
 _IGNORED = -100
 
@@ -206,7 +206,7 @@ class GroundingCollator:
             What [`GroundingModel`] reads; everything is padded on the right.
         """
         texts = self.tokenizer(
-            [feature["text"] for feature in features],
+            [f" {feature['text']}" for feature in features],
             add_special_tokens=False,
             truncation=True,
             max_length=self.text_length,
@@ -275,13 +275,18 @@ def grounding_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a language model; a `ValueError` where it has none."""
+    reason = "it knows no token of a text"
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        # Where there are no files, transformers makes an empty tokenizer of the model's kind.
+        if set(tokenizer("item", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
+            return tokenizer
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`backbone` {name!r} has no tokenizer, which grounding needs to read texts ({error}): save one beside it, "
-            "or set `stage` to recommendation."
-        ) from error
+        reason = str(error)
+    raise ValueError(
+        f"`backbone` {name!r} has no tokenizer, which grounding needs to read texts ({reason}): save one beside it, or "
+        "set `stage` to recommendation."
+    )
 
 
 def add_text(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModel, EarlyStoppingCallback, set_seed
+from transformers import AutoConfig, AutoModel, set_seed
 
 from ..data.items import ItemTable
 from ..items.sid_table import SIDTable
@@ -155,7 +155,6 @@ class LLMModels(ScratchModels):
             train_dataset=parts.pop("train"),
             eval_dataset=parts,
             data_collator=GroundingCollator(tokenizer, args.grounding_text_length, model.config.tokens_per_item),
-            callbacks=[EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else [],
         )
         trainer.train(resume_from_checkpoint=checkpoint)
         metrics = _plain(trainer.evaluate())

@@ -1,0 +1,1 @@
+"""Other ways to do what this package does, to compare with."""
