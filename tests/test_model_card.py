@@ -134,7 +134,7 @@ def test_evaluating_and_going_on_leave_an_edited_card(runs, tmp_path):
         edited = path.read_text()
         evaluate(DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path)})), folder / "run/model")
         train(DecoTrainingArguments(**(chosen | {"resume_from_checkpoint": "last"})))
-        assert not write_model_card(folder / "run/model", dataset_id="org/toys")
+        assert not write_model_card(folder / "run/model", license="mit")
         assert path.read_text() == edited
     finally:
         path.write_text(before)
@@ -142,7 +142,7 @@ def test_evaluating_and_going_on_leave_an_edited_card(runs, tmp_path):
 
 def test_a_card_that_nobody_edited_is_renewed(runs, tmp_path):
     rows = json.loads((runs[0] / "run/run.json").read_text())["rows"]
-    assert write_model_card(tmp_path, rows)
+    assert write_model_card(tmp_path, rows) and write_model_card(runs[0] / "run/model")  # the run's own rows
     first = (tmp_path / "README.md").read_text()
     assert first == (runs[0] / "run/model/README.md").read_text()
     rows[0]["metrics"]["ndcg@10"] = 0.9876

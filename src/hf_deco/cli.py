@@ -150,6 +150,7 @@ def _build_sids(argv: list[str]) -> None:
 
     from .data.interactions import read_interactions
     from .data.items import read_items
+    from .dataset_card import write_sid_card
     from .items.embedding import embed_texts
     from .items.quality import format_report
     from .items.sid_table import SIDTable
@@ -178,6 +179,8 @@ def _build_sids(argv: list[str]) -> None:
     if args.tokenizer_dir is not None:
         tokenizer.save(args.tokenizer_dir)
     table.save(args.output_dir)
+    embedded_by = args.embedding_model if args.embeddings is None else None
+    write_sid_card(args.output_dir, method=args.method, embedding_model=embedded_by)
     checkpoint.unlink(missing_ok=True)
     print(format_report(table.report))
     print(f"SID table: {args.output_dir}   tokenizer version: {table.tokenizer_version}")

@@ -10,7 +10,7 @@ HISTORIES = [["i3", "i10", "i17"], ["i8"], []]
 RANDOM_HISTORIES = [["item 3", "item 1"], []]
 
 PUBLISH = """
-from hf_deco import SIDGenerationConfig
+from hf_deco import DecoForSIDRetrieval, DecoProcessor, SIDGenerationConfig
 from hf_deco.cli import main
 from hf_deco.hub import push_checkpoint
 from hf_deco.training import DecoTrainingArguments, train
@@ -42,6 +42,13 @@ again = push_checkpoint("other", "me/deco")
 # The habit of transformers: one thing at a time.
 model.push_to_hub("me/by-parts")
 processor.push_to_hub("me/by-parts")
+processor.save_pretrained("processor", push_to_hub=True, repo_id="me/processor")
+
+# By its own class, and by revision.
+ours, theirs = DecoForSIDRetrieval.from_pretrained(folder), DecoForSIDRetrieval.from_pretrained("me/deco", revision=first.oid)
+assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
+ids = [DecoProcessor.from_pretrained("me/deco", revision=name).max_history_length for name in ("branch", "main")]
+assert ids == [6, 3], ids
 result = {"first": first.oid, "again": again.oid, "url": str(first.repo_url)}
 """
 
@@ -130,7 +137,7 @@ def opened(client, published, jobs):
 
 def test_training_and_saving_push_nothing(loopback, published):
     """Every repository is one that was named."""
-    assert set(loopback.repos) == {"me/deco", "me/by-parts"}
+    assert set(loopback.repos) == {"me/deco", "me/by-parts", "me/processor"}
     assert loopback.requests[0] == ("POST", "/api/repos/create")
 
 
@@ -196,6 +203,8 @@ def test_revisions_differ(opened):
 
 def test_model_and_processor_pushed_one_by_one_carry_their_code_too(loopback, opened, client):
     assert loopback.history("me/by-parts")[1:] == ["Upload DecoForSIDRetrieval", "Upload processor"]
+    _, files = loopback.files("me/processor", "main")
+    assert {"processor_config.json", "catalog.safetensors", "processing_deco.py", "trie.py"} <= files.keys()
     assert opened[0]["by parts"]["modules"][1].startswith("transformers_modules.me.by_hyphen_parts.")
 
 

@@ -44,7 +44,7 @@ def test_build_is_kmeans_then_resolution_then_report(catalog, table):
     quantizer = RQKMeans((8, 6, 6), seed=3)
     before = quantizer.fit_encode(embeddings)
     codes, moved = resolve_collisions(before, embeddings, quantizer.codebooks, popularity, np.array(ids))
-    report = quality_report(before, codes, embeddings, quantizer.codebooks, moved)
+    report = {"method": "rq-kmeans"} | quality_report(before, codes, embeddings, quantizer.codebooks, moved)
     expected = SIDTable(ids, codes, (8, 6, 6), quantizer.codebooks, report, [*titles[:-1], ""], 3)
     assert_equal(table, expected)
     assert len(table) == 200 and len(np.unique(table.codes, axis=0)) == 200

@@ -6,7 +6,15 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hf_deco.items import ItemTokenizer, Projection, QuantizerTraining, RQKMeans, SIDTable, resolve_collisions
+from hf_deco.items import (
+    ItemTokenizer,
+    Projection,
+    QuantizerTraining,
+    RQKMeans,
+    SIDTable,
+    format_report,
+    resolve_collisions,
+)
 from hf_deco.items.tokenizer import METHODS
 
 TRAINING = QuantizerTraining(num_steps=6, batch_size=64, learning_rate=0.05)
@@ -79,6 +87,17 @@ def test_the_report_against_naive_formulas(points, make_tokenizer, loops, method
         assert level["usage"] == len(shares) / level["size"]
         assert level["perplexity"] == pytest.approx(np.prod(shares**-shares))
     assert json.loads(json.dumps(table.report)) == table.report
+    assert table.report["method"] == method and "width" not in table.report
+    assert format_report(table.report).startswith(f"300 items, codebook sizes (8, 6, 5), {method}\n")
+
+
+def test_the_report_tells_what_a_projection_keeps(points, make_tokenizer):
+    tokenizer = make_tokenizer(width=4)
+    report = SIDTable.from_tokenizer(tokenizer, range(300), points, collisions="keep").report
+    kept = np.square(tokenizer.project(points)).sum() / np.square(points - points.mean(axis=0)).sum()
+    assert report["width"] == 4 and report["projected_variance"] == pytest.approx(kept, rel=1e-4)
+    text = f"prefix-basis-rq on 4 directions with {100 * kept:.1f}% of the variance"
+    assert format_report(report).splitlines()[0].endswith(text)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -196,6 +196,20 @@ def test_a_variant_is_found(make_model, tmp_path, shards):
         DecoForSIDRetrieval.from_pretrained(tmp_path)
 
 
+def test_a_checkpoint_in_a_subfolder_is_found_and_checked(make_model, make_histories, tmp_path):
+    model = make_model()
+    model.generation_config = SIDGenerationConfig(num_beams=7)
+    model.save_pretrained(tmp_path / "inner")
+    loaded = DecoForSIDRetrieval.from_pretrained(tmp_path, subfolder="inner")
+    assert_same_state(loaded, model)
+    assert loaded.generation_config.num_beams == 7
+    with pytest.raises(OSError, match=r"holds no config\.json: it is not a checkpoint"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path)
+    change_config(tmp_path / "inner", num_items=29)
+    with pytest.raises(ValueError, match=r"'catalog_codes', has shape \(30, 3\)"):
+        DecoForSIDRetrieval.from_pretrained(tmp_path, subfolder="inner")
+
+
 def test_a_model_is_not_saved_beside_an_adapter(make_model, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="Move the adapter's files to `adapter/`"):

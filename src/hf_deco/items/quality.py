@@ -91,9 +91,12 @@ def check_categories(categories, num_items: int) -> None:
 
 
 def format_report(report: dict) -> str:
-    """A quality report as a small text table."""
+    """A quality report, of `quality_report` or `ItemTokenizer.report`, as a small text table."""
+    about = f", {report['method']}" if "method" in report else ""
+    if "width" in report:
+        about += f" on {report['width']} directions with {report['projected_variance']:.1%} of the variance"
     lines = [
-        f"{report['num_items']:,} items, codebook sizes {tuple(report['codebook_sizes'])}",
+        f"{report['num_items']:,} items, codebook sizes {tuple(report['codebook_sizes'])}{about}",
         f"collisions  {report['collision_rate_before']:.2%} of items before, {report['collision_rate_after']:.2%} after"
         f" (largest bucket before {report['largest_bucket_before']:,}, {report['moved_share']:.2%} of items moved)",
         f"mse         {report['reconstruction_mse_before']:.4g} before, {report['reconstruction_mse_after']:.4g} after",

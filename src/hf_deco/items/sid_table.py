@@ -10,7 +10,7 @@ import numpy as np
 
 from .collisions import check_capacity, check_popularity, resolve_collisions
 from .embedding import check_embeddings
-from .quality import check_categories, quality_report
+from .quality import check_categories
 from .quantizer_training import QuantizerTraining
 from .rq_kmeans import check_codebook_sizes, check_codes
 from .tokenizer import ItemTokenizer
@@ -25,7 +25,7 @@ class SIDTable:
         codes (array-like of shape `(N, K)`): one semantic ID a row; kept as int32.
         codebook_sizes (sequence of K `int`): number of codes of each level.
         codebooks (list of K arrays of shape `(V_k, d)`): centroids, empty where the IDs come from elsewhere.
-        report (`dict`): what `quality_report` measured when the table was built, or empty.
+        report (`dict`): what `ItemTokenizer.report` measured when the table was built, or empty.
         titles (array-like of shape `(N,)`, *optional*): titles to show; a missing one becomes the empty string.
         seed (`int`, *optional*): seed the table was built with.
         tokenizer_version (`str`, *optional*): `version_id` of the tokenizer that chose the codes.
@@ -148,12 +148,12 @@ class SIDTable:
         checked = _check_items(item_ids, embeddings, popularity, titles, categories)
         item_ids, embeddings, popularity, titles = checked
         _check_collisions(collisions, len(item_ids), tokenizer.codebook_sizes)
-        points, books = tokenizer.project(embeddings), tokenizer.reconstruction
+        points = tokenizer.project(embeddings)
         before = tokenizer.quantizer.encode(points)
         codes, moved = before, np.zeros(len(before), dtype=bool)
         if collisions == "resolve":
-            codes, moved = resolve_collisions(before, points, books, popularity, item_ids)
-        report = quality_report(before, codes, points, books, moved, categories)
+            codes, moved = resolve_collisions(before, points, tokenizer.reconstruction, popularity, item_ids)
+        report = tokenizer.report(before, codes, points, moved, categories)
         codebooks, version = tokenizer.codebooks(codes), tokenizer.version_id
         return cls(item_ids, codes, tokenizer.codebook_sizes, codebooks, report, titles, tokenizer.seed, version)
 

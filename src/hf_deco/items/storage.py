@@ -12,6 +12,7 @@ from .sid_table import SIDTable
 
 FORMAT_VERSION = 1
 ARRAYS, META, ITEMS = "sids.safetensors", "sids.json", "items.parquet"
+CARD = "README.md"  # may stand beside the table; describes this version of it alone
 
 
 def save_table(table: SIDTable, folder: Path) -> None:
@@ -20,7 +21,7 @@ def save_table(table: SIDTable, folder: Path) -> None:
     Raises:
         ValueError: `folder` is a file or holds anything but a table, which replacing it would destroy.
     """
-    replace_folder(folder, lambda fresh: _write_files(table, fresh), {ARRAYS, META, ITEMS})
+    replace_folder(folder, lambda fresh: _write_files(table, fresh), {ARRAYS, META, ITEMS, CARD})
 
 
 def load_table(folder: Path) -> SIDTable:

@@ -12,7 +12,6 @@ import torch
 
 from .folders import check_files, read_arrays, read_file, read_meta, replace_folder
 from .gradient_rq import GradientRQ
-from .quality import quality_report
 from .quantizer_training import QuantizerTrainer, QuantizerTraining
 from .sid_table import SIDTable, check_item_ids
 from .tokenizer import ItemTokenizer
@@ -100,7 +99,7 @@ class StreamingTokenizer:
     def _publish(self, tokenizer: ItemTokenizer, codes: np.ndarray, version: int, report: dict | None = None) -> None:
         if report is None:
             points, moved = self._points[: len(codes)], np.zeros(len(codes), dtype=bool)
-            report = quality_report(codes, codes, points, tokenizer.reconstruction, moved)
+            report = tokenizer.report(codes, codes, points, moved)
         parts = self._item_ids[: len(codes)], codes, tokenizer.codebook_sizes, tokenizer.codebooks(codes), report
         version_id = tokenizer.version_id
         self.table = SIDTable(*parts, seed=tokenizer.seed, tokenizer_version=version_id)

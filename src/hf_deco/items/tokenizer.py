@@ -14,6 +14,7 @@ from .embedding import check_embeddings
 from .folders import check_files, read_arrays, read_file, read_meta, replace_folder
 from .gradient_rq import GradientRQ
 from .projection import Projection
+from .quality import quality_report
 from .quantizer_training import QuantizerTraining
 from .reconstruction import AdditiveCodebooks, Reconstruction
 from .rq_kmeans import RQKMeans, check_codebook_sizes
@@ -136,6 +137,14 @@ class ItemTokenizer:
     def codebooks(self, codes: np.ndarray) -> list[np.ndarray]:
         """Codebooks `(V_k, width)` whose chosen rows add up to what codes stand for; see [`GradientRQ.codebooks`]."""
         return self.quantizer.codebooks(codes) if isinstance(self.quantizer, GradientRQ) else self.quantizer.codebooks
+
+    def report(self, before: np.ndarray, after: np.ndarray, points: np.ndarray, moved, categories=None) -> dict:
+        """`quality_report` of codes for projected embeddings, with the `method` and, if there is one, the projection's
+        `width` and the share of the variance that it keeps, `projected_variance`."""
+        about = {"method": self.method}
+        if self.projection is not None:
+            about |= {"width": self.width, "projected_variance": self.projection.explained_variance}
+        return about | quality_report(before, after, points, self.reconstruction, moved, categories)
 
     @property
     def version_id(self) -> str:

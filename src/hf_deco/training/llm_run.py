@@ -20,7 +20,7 @@ from .checkpoints import check_same_catalog, find_checkpoint
 from .distillation import init_from
 from .grounding import GroundingCollator, GroundingTrainer, ItemTexts, add_text, load_tokenizer
 from .llm_arguments import LLMTrainingArguments
-from .lora import ADAPTER_FOLDER, SIDPeftModel, add_lora, load_adapter, merge_adapter
+from .lora import ADAPTER_FOLDER, SIDPeftModel, add_lora, check_targets, load_adapter, merge_adapter
 from .preparation import (
     ScratchModels,
     fit_to_items,
@@ -92,6 +92,8 @@ class LLMModels(ScratchModels):
             load_tokenizer(args.backbone)
         if args.start_from is not None:
             text_config = _check_start(args.start_from, codebook_sizes).text_config
+        with torch.device("meta"):
+            check_targets(AutoModel.from_config(text_config), args.lora_targets, "lora_targets")
         return model_class(args).config_class(text_config=text_config, **model_options(args, codebook_sizes))
 
     def begun(self) -> bool:

@@ -135,12 +135,7 @@ def add_lora(
     """
     if rank < 1:
         raise ValueError(f"`rank` must be at least 1, got {rank}.")
-    names = [name for name, module in model.backbone.named_modules() if not isinstance(module, nn.ModuleList)]
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise ValueError(
-                f"`targets` names {target!r}, but the backbone, a {type(model.backbone).__name__}, has no such layer."
-            )
+    check_targets(model.backbone, targets, "targets")
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -150,6 +145,16 @@ def add_lora(
         base_model_name_or_path=base_name,
     )
     return SIDPeftModel(model, config)
+
+
+def check_targets(backbone: nn.Module, targets: Sequence[str], option: str) -> None:
+    """Raise a `ValueError`, about this option, where the backbone has no layer of one of these names."""
+    names = [name for name, module in backbone.named_modules() if not isinstance(module, nn.ModuleList)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ValueError(
+                f"`{option}` names {target!r}, but the backbone, a {type(backbone).__name__}, has no such layer."
+            )
 
 
 def load_adapter(

@@ -14,6 +14,7 @@ from .arguments import DecoTrainingArguments, own_options
 
 # Where a run writes and how it talks do not change what it gives.
 _INCIDENTAL = {"output_dir", "logging_dir", "results_file", "resume_from_checkpoint", "disable_tqdm", "run_name"}
+_INCIDENTAL |= {"hub_token"}  # and a secret never stands in a file of results
 # What an untrained floor, and the slices it is judged on, depend on.
 _FLOOR_OPTIONS = ("max_history_length", "cold_targets", "drop_duplicates", "collapse_repeats", "k_core")
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_deco.evaluation.baselines.dense_masking import dense_beam_search
+from hf_deco.evaluation.baselines.padded_training import padded_loss
 from hf_deco.evaluation.baselines.stock_generate import StockGenerate
 
 
@@ -37,3 +38,14 @@ def test_other_models_are_refused(make_model):
             StockGenerate(make_model(kind="backbone", **options))
     with pytest.raises(ValueError, match="without a copy pointer"):
         StockGenerate(make_model(kind="backbone", history_format="flat", copy_pointer=True))
+
+
+def test_padded_training_has_the_same_loss(make_model, make_histories):
+    model = make_model((6, 5, 4), 40, normalize_over="vocabulary")
+    item_codes, mask = make_histories(model, [5, 3, 1, 4])
+    labels = torch.full_like(item_codes, -100)
+    labels[:, :-1] = item_codes[:, 1:]
+    labels[~mask.bool()] = -100
+    labels[2, -1] = item_codes[0, -1]
+    ours = model(item_codes, mask, labels, from_start=torch.zeros(4, dtype=torch.bool)).loss
+    torch.testing.assert_close(padded_loss(model, item_codes, mask, labels), ours)
