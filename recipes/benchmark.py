@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 import shlex
 import sys
 import time
@@ -160,6 +161,11 @@ def build(system: str, point: Point, codes: torch.Tensor, args) -> torch.nn.Modu
     return model
 
 
+def peak_mib() -> float:
+    """Peak resident memory of this process so far; one point run alone tells its own."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
 class Work:
     """Counts the multiply-adds of one search, and the prefixes that it reads."""
 
@@ -299,6 +305,7 @@ def make_row(name: str, point: Point, laps: np.ndarray, floor: tuple[float, floa
     for place, part in enumerate(("prefill", "search")):
         row[f"{part}_floor_ms_per_user"] = None if floor is None else floor[place] * per_user
     row["floor_ms_per_user"] = None if floor is None else sum(floor) * per_user
+    row["peak_rss_mib"] = peak_mib()
     return row | {"seed": args.seed, "command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat()}
 
 
@@ -321,6 +328,21 @@ def plots(rows: list[dict], path: Path) -> None:
             if whole and "/" not in row["system"] and all(row[key] == getattr(base, key) for key in others):
                 lines.setdefault(row["system"], []).append((row[name], row["total_ms_per_user"]))
         plot_lines(lines, label, "milliseconds per user", path.with_name(f"{path.stem}_{name}.png"))
+    plot_lines(under_budget(rows), "p95 budget (ms)", "users per second", path.with_name(f"{path.stem}_budget.png"))
+
+
+def under_budget(rows: list[dict]) -> dict[str, list[tuple[float, float]]]:
+    """For every system, the best throughput of the batch sizes whose 95th percentile stays within a budget."""
+    base, lines = Point(), {}
+    same = [key for key in vars(base) if key not in ("batch_size", "systems")]
+    for row in rows:
+        if "/" not in row["system"] and all(row[key] == getattr(base, key) for key in same):
+            lines.setdefault(row["system"], []).append((row["p95_ms"], row["users_per_s"]))
+    for points in lines.values():
+        points.sort()
+        best = np.maximum.accumulate([speed for _, speed in points]).tolist()
+        points[:] = [(budget, speed) for (budget, _), speed in zip(points, best, strict=True)]
+    return lines
 
 
 def main(args: argparse.Namespace) -> None:

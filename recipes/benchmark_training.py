@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python recipes/benchmark_training.py --json recipes/results/benchmark_training.json
 
-Sequences have the lengths of Beauty's training part (2 to 20 items with a geometric tail, 5.2 on average); SIDs are random.
+Sequences have lengths as in Beauty's training part (2 to 20 items with a geometric tail, 5.2 on average), random SIDs.
 Both versions take turns on the same batches, forward, backward and AdamW under bfloat16 autocast. Useful tokens are
 history items; the padded version computes all positions, all decoder levels and whole heads.
 """

@@ -22,7 +22,7 @@ ADAPTER_FOLDER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt"]
 LEFT_BEHIND = [*DEFAULT_IGNORE_PATTERNS, *PICKLES, "trainer_state.json", "*__pycache__*"]
 # What a repository's earlier commits may hold and would be read beside the new weights.
-REPLACED = ["*.safetensors", "*.safetensors.index.json", f"*{ADAPTER_CONFIG}"]
+REPLACED = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, f"{ADAPTER_FOLDER}/*"]
 
 
 def push_checkpoint(

@@ -22,8 +22,8 @@ train(DecoTrainingArguments(**argument["options"], output_dir="run", max_steps=2
 folder = Path("run/model")
 (folder / "README.md").write_text("---\\nlicense: apache-2.0\\n---\\n# The card\\n")
 (folder / "adapter").mkdir()
-for name, content in (("adapter_config.json", "{}"), ("adapter_model.safetensors", "of an adapter")):
-    (folder / "adapter" / name).write_text(content)
+for name in ("adapter_config.json", "adapter_base.json", "adapter_model.safetensors"):
+    (folder / "adapter" / name).write_text("{}")
 (folder / "optimizer.pt").write_text("a pickle")
 first = push_checkpoint(folder, "me/deco")
 
@@ -45,10 +45,11 @@ processor.push_to_hub("me/by-parts")
 processor.save_pretrained("processor", push_to_hub=True, repo_id="me/processor")
 
 # By its own class, and by revision.
-ours, theirs = DecoForSIDRetrieval.from_pretrained(folder), DecoForSIDRetrieval.from_pretrained("me/deco", revision=first.oid)
-assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
-ids = [DecoProcessor.from_pretrained("me/deco", revision=name).max_history_length for name in ("branch", "main")]
-assert ids == [6, 3], ids
+ours = DecoForSIDRetrieval.from_pretrained(folder).state_dict()
+theirs = DecoForSIDRetrieval.from_pretrained("me/deco", revision=first.oid).state_dict()
+assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+lengths = [DecoProcessor.from_pretrained("me/deco", revision=name).max_history_length for name in ("branch", "main")]
+assert lengths == [6, 3], lengths
 result = {"first": first.oid, "again": again.oid, "url": str(first.repo_url)}
 """
 

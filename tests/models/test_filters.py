@@ -158,6 +158,25 @@ def test_narrow_beam_equals_a_naive_search_that_drops_dead_prefixes_at_every_lev
     assert_answers(output, width, expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("wanted", [1, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_results_of_a_wide_beam_are_the_first_of_the_filtered_ranking(
+    build, make_reference, make_histories, kind, wanted
+):
+    model = build(kind)
+    reference, catalog = make_reference(model), model.catalog_codes.tolist()
+    item_codes, mask = make_histories(model, LENGTHS)
+    output = search(
+        model, item_codes, mask, num_beams=22, num_return_sequences=wanted, allow_rows=SHARED, deny_rows=OWN
+    )
+    expected = []
+    for user, length in enumerate(LENGTHS):
+        ranking = reference.ranking(item_codes[user, 4 - length :])
+        expected.append(filtered(ranking, catalog, set(SHARED) - set(OWN[user])))
+    assert_answers(output, wanted, expected)
+
+
 def test_a_narrow_beam_stays_full_when_everything_it_would_have_found_is_denied(make_model, make_histories):
     model = make_model((8, 8, 8), 400)
     inputs = make_histories(model, [3, 2])
@@ -244,6 +263,18 @@ def test_forms_of_one_list_mean_the_same(build, make_histories):
                 assert torch.equal(other.sequences_scores, first.sequences_scores)
     assert torch.equal(model.generate(*inputs, allow_rows=range(30)), model.generate(*inputs))
     assert torch.equal(model.generate(*inputs, deny_rows=[]), model.generate(*inputs))
+
+
+@pytest.mark.parametrize("allow", [None, SHARED, OWN[::-1]])
+def test_several_sets_that_are_denied_are_their_union(build, make_histories, allow):
+    model = build()
+    inputs = make_histories(model, LENGTHS)
+    lists = [OWN, SHARED[:5], [[3], [4, 5], [], [6]], SHARED[3:8]]
+    union = [sorted({*SHARED[:8], *own, *more}) for own, more in zip(OWN, lists[2], strict=True)]
+    options = {"num_beams": 22, "num_return_sequences": 22, "allow_rows": allow, "exclude_seen": True}
+    expected = search(model, *inputs, deny_rows=union, **options)
+    output = search(model, *inputs, deny_rows=[model.item_set(rows) for rows in lists], **options)
+    assert output.item_rows.tolist() == expected.item_rows.tolist() and (output.item_rows >= 0).any()
 
 
 def test_returned_rows_can_be_denied_to_get_the_next_page(build, make_histories):

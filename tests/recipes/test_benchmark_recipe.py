@@ -31,7 +31,7 @@ def test_one_point_gives_a_row_for_every_system_and_plots(tmp_path):
             assert abs(row["floor_ms_per_user"] - parts) < 1e-9 and parts > 0
     floors = {row["system"]: row["search_floor_ms_per_user"] for row in rows[:-1]}
     assert floors["deco"] <= floors["deco/unskipped"] == floors["deco/dense_mask"]
-    names = ("batch_size", "num_beams", "num_items", "num_codebooks")
+    names = ("batch_size", "num_beams", "num_items", "num_codebooks", "budget")
     assert all((tmp_path / f"b_{name}.png").stat().st_size for name in names)
 
 

@@ -48,7 +48,11 @@ def test_two_processes_share_the_work_and_agree_with_one(options, tmp_path):
     assert state["train_batch_size"] == 32
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes/configs").glob("[!l]*.yaml")), ids=lambda path: path.stem)
+# Those of other recipes are theirs to test.
+CONFIGS = sorted(path for path in (ROOT / "recipes/configs").glob("*.yaml") if not path.name.startswith("llm_"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_parses_and_begins_with_its_launch_line(path):
     options = yaml.safe_load(path.read_text())
     program = "recipes/compare.py" if "study" in options else "recipes/train.py"

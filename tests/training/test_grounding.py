@@ -235,3 +235,18 @@ def test_text_parts_that_do_not_fit_are_refused(make_grounding, make_language_mo
     (tmp_path / "wide/tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="`backbone` .*wide' has no tokenizer, which grounding needs"):
         load_tokenizer(str(tmp_path / "wide"))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_language_heads_cap_on_logits_is_kept(make_grounding, tie):
+    grounding, language_model, tokenizer, texts, codes = make_grounding(tie=tie)
+    batch = GroundingCollator(tokenizer, 64)(features(texts, codes, [2]))
+    grounding.retriever.config.text_config.final_logit_softcapping = 2.0
+    with torch.no_grad():
+        found = grounding(**batch).text_nll
+        tokens = language_model.get_input_embeddings()(batch["written_ids"])
+        item = grounding.retriever.fuser(batch["item_codes"][:, None], [None] * 3)
+        tokens = torch.where(batch["item_slots"][..., None], item, tokens)
+        logits = 2 * torch.tanh(language_model(inputs_embeds=tokens).logits[0, :-1] / 2)
+        expected = F.cross_entropy(logits, batch["written_labels"][0, 1:], reduction="sum", ignore_index=-100)
+    assert torch.allclose(found, expected, atol=1e-3)

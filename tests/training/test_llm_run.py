@@ -244,6 +244,15 @@ def test_options_that_cannot_work_are_refused_at_once(changes, message):
         LLMTrainingArguments(output_dir="runs/nowhere", **changes)
 
 
+def test_under_deepspeed_a_launch_runs_one_stage():
+    args = LLMTrainingArguments(output_dir="runs/nowhere", stage="grounding")
+    args.deepspeed_plugin = object()
+    args._check_grounding()
+    args.stage = "both"
+    with pytest.raises(ValueError, match="Under `deepspeed` each stage needs a launch of its own: set `stage` to"):
+        args._check_grounding()
+
+
 def test_every_option_has_a_help_text():
     fields = LLMTrainingArguments.__dataclass_fields__
     assert all(fields[name].metadata.get("help") for name in LLMTrainingArguments.__annotations__)

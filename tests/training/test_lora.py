@@ -18,6 +18,7 @@ KINDS += [{"kind": "backbone", "history_format": "flat"}, {"kind": "deco", "tie_
 
 def trained(model, seed=0):
     """The adapted model after every tensor that trains was moved."""
+    torch.manual_seed(seed)  # LoRA's first factor begins at random
     adapted = add_lora(model, rank=3, alpha=6, dropout=0.0)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

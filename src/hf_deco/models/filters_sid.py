@@ -1,12 +1,48 @@
 """Which items a search may return, told inside the trie.
 
 Items lie in the order of the trie's leaves, so those under a node are one contiguous range of positions, and a set of
-items is the ascending list of its positions: two binary searches count its members under a node.
+items is the ascending list of its positions: two binary searches count its members under a node. A node is out when
+nothing that is allowed is left under it. Such nodes are found from the lists, which name few items next to the many
+nodes that a search asks about.
 """
+
+from dataclasses import dataclass
 
 import torch
 
 from .trie import SIDTrie, spread_ranges
+
+
+@dataclass
+class NodeSet:
+    """A set of nodes of a level: one for all users, or one for each.
+
+    Attributes:
+        num_nodes (`int`): Nodes of the level.
+        keys (`torch.LongTensor` of shape `(n,)`): Ascending `user * num_nodes + node`, `user` 0 where the set is shared.
+        table (`torch.BoolTensor` of shape `(num_nodes,)`, *optional*): The same, of a shared set.
+    """
+
+    num_nodes: int
+    keys: torch.LongTensor
+    table: torch.BoolTensor | None = None
+
+    @classmethod
+    def of(cls, keys: torch.LongTensor, num_nodes: int, shared: bool) -> "NodeSet":
+        table = None
+        if shared:
+            table = torch.zeros(num_nodes, dtype=torch.bool, device=keys.device)
+            table[keys] = True
+        return cls(num_nodes, keys, table)
+
+    def contains(self, users: torch.LongTensor, nodes: torch.LongTensor) -> torch.BoolTensor:
+        """Whether every node is in its user's set; all of shape `(R,)`."""
+        if not self.keys.shape[0]:
+            return torch.zeros_like(nodes, dtype=torch.bool)
+        if self.table is not None:
+            return self.table[nodes]
+        keys = users * self.num_nodes + nodes
+        return self.keys[torch.searchsorted(self.keys, keys).clamp_(max=self.keys.shape[0] - 1)] == keys
 
 
 class ItemSet:
@@ -50,7 +86,7 @@ class ItemSet:
             raise ValueError(
                 f"`{name}` must hold rows of the catalog, 0..{trie.num_items - 1} (-1: no item), got {low}..{high}."
             )
-        self.trie = trie
+        self.trie, self._nodes = trie, {}
         kept = rows >= 0
         positions = trie.item_positions()[rows[kept].to(trie.device)]
         if users is not None:
@@ -69,7 +105,7 @@ class ItemSet:
     @classmethod
     def _of_keys(cls, keys: torch.LongTensor, num_users: int | None, trie: SIDTrie) -> "ItemSet":
         made = object.__new__(cls)
-        made.keys, made.num_users, made.trie = keys, num_users, trie
+        made.keys, made.num_users, made.trie, made._nodes = keys, num_users, trie, {}
         return made
 
     def __repr__(self) -> str:
@@ -81,6 +117,15 @@ class ItemSet:
         if self.num_users is not None:
             starts, ends = starts + users * self.trie.num_items, ends + users * self.trie.num_items
         return torch.searchsorted(self.keys, ends) - torch.searchsorted(self.keys, starts)
+
+    def nodes(self, level: int) -> NodeSet:
+        """The nodes of a level over some member; made when first asked for."""
+        if level not in self._nodes:
+            users, positions = self.members()
+            num_nodes = self.trie.num_nodes(level)
+            keys = torch.unique_consecutive(users * num_nodes + self.trie.nodes_at(level, positions))
+            self._nodes[level] = NodeSet.of(keys, num_nodes, self.num_users is None)
+        return self._nodes[level]
 
     def members(self) -> tuple[torch.LongTensor, torch.LongTensor]:
         """User and position of every member, each `(D,)`; user 0 where the set is shared."""
@@ -118,6 +163,7 @@ class ItemFilter:
             for earlier in self.deny:
                 items = items.keep(~items.within(earlier))
             self.deny.append(items)
+        self._exhausted: dict[int, list[NodeSet]] = {}
 
     @classmethod
     def build(cls, trie: SIDTrie, num_users: int, allow_rows=None, deny_rows=None, seen_codes=None):
@@ -144,21 +190,41 @@ class ItemFilter:
 
     def alive(self, level: int, users: torch.LongTensor, nodes: torch.LongTensor) -> torch.BoolTensor:
         """Whether a user may be given some item under a node of a level; all of shape `(R,)`."""
-        return self._count(users, *self.trie.item_ranges(level, nodes)) > 0
+        if self.allow is None:
+            alive = torch.ones_like(nodes, dtype=torch.bool)
+        else:
+            alive = self.allow.nodes(level).contains(users, nodes)
+        for exhausted in self._exhausted_nodes(level):
+            alive &= ~exhausted.contains(users, nodes)
+        return alive
+
+    def _exhausted_nodes(self, level: int) -> list[NodeSet]:
+        """Nodes of a level under which items are denied, and none is left: those of all users, and those of each."""
+        if level not in self._exhausted:
+            self._exhausted[level] = []
+            for shared in (True, False):
+                lists = [items for items in self.deny if (items.num_users is None) == shared]
+                if lists:
+                    keys = torch.cat([items.nodes(level).keys for items in lists]).unique()
+                    users, nodes = keys // self.trie.num_nodes(level), keys % self.trie.num_nodes(level)
+                    denied = lists if shared else self.deny
+                    left = self._count(users, *self.trie.item_ranges(level, nodes), denied)
+                    self._exhausted[level].append(NodeSet.of(keys[left == 0], self.trie.num_nodes(level), shared))
+        return self._exhausted[level]
 
     def first_rows(self, users: torch.LongTensor, leaves: torch.LongTensor) -> torch.LongTensor:
         """First catalog row of every leaf that its user may be given, `(R,)`; there must be one."""
         starts, ends = self.trie.item_ranges(self.trie.num_codebooks, leaves)
         owners, positions = spread_ranges(starts, ends - starts)
-        given = self._count(users[owners], positions, positions + 1) > 0
+        given = self._count(users[owners], positions, positions + 1, self.deny) > 0
         first = torch.full_like(leaves, self.trie.num_items)
         first = first.scatter_reduce(0, owners[given], positions[given], "amin")
         return self.trie.item_rows[first]
 
-    def _count(self, users: torch.LongTensor, starts: torch.LongTensor, ends: torch.LongTensor) -> torch.LongTensor:
-        """Items at positions `starts .. ends - 1` that the users may be given, `(R,)`."""
+    def _count(self, users, starts: torch.LongTensor, ends: torch.LongTensor, deny: list[ItemSet]) -> torch.LongTensor:
+        """Items at positions `starts .. ends - 1` that the users may be given but for some deny-lists, `(R,)`."""
         count = ends - starts if self.allow is None else self.allow.count(users, starts, ends)
-        for items in self.deny:
+        for items in deny:
             count = count - items.count(users, starts, ends)
         return count
 

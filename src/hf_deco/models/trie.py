@@ -222,6 +222,12 @@ class SIDTrie:
         offsets = self.leaf_offsets[level]
         return self.item_offsets[offsets[nodes]], self.item_offsets[offsets[nodes + 1]]
 
+    def nodes_at(self, level: int, positions: torch.LongTensor) -> torch.LongTensor:
+        """Node of a level over every position in `item_rows`, of the shape of `positions`; the inverse of
+        `item_ranges`."""
+        leaves = torch.searchsorted(self.item_offsets, positions, right=True) - 1
+        return torch.searchsorted(self.leaf_offsets[level], leaves, right=True) - 1
+
     def item_positions(self) -> torch.LongTensor:
         """Position in `item_rows` of every catalog row, `(N,)`; made when first asked for."""
         if self._item_positions is None:

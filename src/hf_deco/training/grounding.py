@@ -132,8 +132,10 @@ class GroundingModel(nn.Module):
         tokens = tokens.masked_scatter(item_slots.unsqueeze(-1), items)
         states, following = self._read(tokens, written_mask)[:, :-1], labels[:, 1:]
         rows, columns = (following != _IGNORED).nonzero(as_tuple=True)
-        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(states[rows, columns], weight).float()
+        states = states[rows, columns]
+        logits = F.linear(states, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(states)
+        cap = getattr(self.retriever.config.text_config, "final_logit_softcapping", None)  # Gemma's
+        logits = logits.float() if cap is None else cap * torch.tanh(logits.float() / cap)
         nll = F.cross_entropy(logits, following[rows, columns], reduction="none")
         return nll.new_zeros(len(labels)).index_add(0, rows, nll), torch.bincount(rows, minlength=len(labels))
 

@@ -79,7 +79,7 @@ class LLMTrainingArguments(DecoTrainingArguments):
                 f"`decoder_input` is {self.decoder_input!r}, but a text gives the decoder a concept alone: set it to "
                 "last_state, or `stage` to recommendation."
             )
-        if self.deepspeed is not None and self.stage == "both":
+        if self.deepspeed_plugin is not None and self.stage == "both":  # it takes the options of one trainer
             raise ValueError(
                 "Under `deepspeed` each stage needs a launch of its own: set `stage` to grounding, then to "
                 "recommendation with `start_from`."

@@ -1,0 +1,250 @@
+"""The index of a catalog: from semantic IDs to items, and to the embeddings that tell items of one SID apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..models.strings_sid import PackedStrings
+from ..models.trie import SIDTrie
+from .embedding import check_embeddings
+from .index_order import merged_order, sorted_order, take_strings
+from .packing import PackedRows, check_precision
+from .reranking import Reranked, best_first, drop_repeated, spread
+from .rq_kmeans import check_codebook_sizes, check_codes
+from .sid_keys import check_key_space, key_codes, last_keys, sid_keys
+from .sid_table import check_item_ids
+
+
+@dataclass(frozen=True, eq=False)
+class ItemIndex:
+    """An immutable snapshot of a catalog: which items every SID has, and their embeddings.
+
+    Items stand in one canonical order, by SID and then by id, so the items of a SID, and of any prefix, are one range of
+    rows; and an index that was updated equals, bit for bit, one that was built anew from the same items. Any number of
+    threads may read it. Make one with `build`, the next with `update`; publish them with [`IndexWriter`].
+
+    Attributes:
+        keys (`np.ndarray` of shape `(S,)`): the distinct SIDs, ascending, uint64; see `sid_keys`. Position `s` is leaf
+            `s` of `trie()`.
+        offsets (`np.ndarray` of shape `(S + 1,)`): rows of SID `s` are `offsets[s] .. offsets[s + 1] - 1`; int64.
+        item_ids ([`PackedStrings`] of length N): id of every row.
+        embeddings ([`PackedRows`] of length N): embedding of every row.
+        codebook_sizes (`tuple[int, ...]`): codes of every level.
+        tokenizer_version (`str`): `ItemTokenizer.version_id` of the tokenizer that chose the codes.
+        model_id (`str`): name of the model whose item tower gave the embeddings, and whose users it answers.
+        generation (`int`, *optional*): the number it was published under; `None` where it was not.
+        base (`int`, *optional*): the generation it was updated from, or is; `None` where it was built anew.
+
+    Raises:
+        ValueError: the parts do not fit together.
+    """
+
+    keys: np.ndarray
+    offsets: np.ndarray
+    item_ids: PackedStrings
+    embeddings: PackedRows
+    codebook_sizes: tuple[int, ...]
+    tokenizer_version: str
+    model_id: str
+    generation: int | None = None
+    base: int | None = None
+
+    def __post_init__(self):
+        sizes = check_codebook_sizes(self.codebook_sizes)
+        check_key_space(sizes)
+        object.__setattr__(self, "codebook_sizes", sizes)
+        for name in ("tokenizer_version", "model_id"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise ValueError(f"`{name}` must be a non-empty string, got {value!r}.")
+        for name, dtype, dimensions in (("keys", np.uint64, 1), ("offsets", np.int64, 1)):
+            array = getattr(self, name)
+            if array.dtype != dtype or array.ndim != dimensions:
+                raise ValueError(f"`{name}` must be {np.dtype(dtype)} in one row, got {array.dtype} {array.shape}.")
+        self._check_directory()
+        for array in self.arrays().values():
+            array.flags.writeable = False
+
+    def _check_directory(self) -> None:
+        rows, keys, offsets = len(self.item_ids), self.keys, self.offsets
+        if not len(keys) or (keys[1:] <= keys[:-1]).any() or keys[-1] > last_keys(np.uint64(0), 0, self.codebook_sizes):
+            raise ValueError("`keys` must be SIDs within `codebook_sizes`, ascending, at least one.")
+        whole = len(offsets) == len(keys) + 1 and offsets[0] == 0 and offsets[-1] == rows
+        if not whole or (offsets[1:] <= offsets[:-1]).any():
+            raise ValueError(f"`offsets` must give each of the {len(keys)} SIDs a range of the {rows} rows.")
+        if len(self.embeddings) != rows:
+            raise ValueError(f"`embeddings` has {len(self.embeddings)} rows for {rows} `item_ids`.")
+
+    def __len__(self) -> int:
+        return len(self.item_ids)
+
+    def __repr__(self) -> str:
+        packed = f"{self.embeddings.precision}[{self.embeddings.width}]"
+        return f"ItemIndex(items={len(self)}, sids={self.num_sids}, {packed}, generation={self.generation})"
+
+    @property
+    def num_sids(self) -> int:
+        """Number of distinct SIDs `S`."""
+        return len(self.keys)
+
+    @classmethod
+    def build(
+        cls,
+        item_ids,
+        codes,
+        embeddings,
+        codebook_sizes,
+        *,
+        tokenizer_version: str,
+        model_id: str,
+        precision: str = "int8",
+    ) -> ItemIndex:
+        """Builds an index of a whole catalog.
+
+        Args:
+            item_ids (array-like of shape `(N,)`): distinct item ids.
+            codes (array-like of shape `(N, K)`): SID of every item; items may share one.
+            embeddings (array-like of shape `(N, d)`): what users are multiplied with.
+            codebook_sizes (sequence of K `int`): codes of every level.
+            tokenizer_version, model_id (`str`): see above.
+            precision (`str`): `"fp16"`, `"int8"` or `"int4"`; see [`PackedRows`].
+
+        Raises:
+            ValueError: an argument is malformed.
+        """
+        sizes = check_codebook_sizes(codebook_sizes)
+        check_key_space(sizes)
+        check_precision(precision)
+        item_ids, names, keys, embeddings = _check_items(item_ids, codes, embeddings, sizes)
+        order = sorted_order(keys, item_ids)
+        rows = PackedRows.pack(embeddings, precision).take(order)
+        return cls(*_directory(keys[order]), take_strings(names, order), rows, sizes, tokenizer_version, model_id)
+
+    def update(
+        self, item_ids=(), codes=None, embeddings=None, *, removed=(), tokenizer_version: str | None = None
+    ) -> ItemIndex:
+        """The next snapshot; this one stays as it is.
+
+        Args:
+            item_ids (array-like of shape `(n,)`): new items, and those whose SID or embedding changed.
+            codes (array-like of shape `(n, K)`): their SIDs.
+            embeddings (array-like of shape `(n, d)`): their embeddings, of the same model as all others. When that
+                changes, build the index anew.
+            removed (array-like of shape `(r,)`): ids of items that leave.
+            tokenizer_version (`str`, *optional*): the version that holds from now on, where a tokenizer was published
+                anew. `item_ids` must then name all items whose codes differ in it, which [`SIDUpdate`] lists.
+
+        Returns:
+            `ItemIndex`, equal to one that is built anew from the items as they are now.
+
+        Raises:
+            ValueError: an argument is malformed, an item that is not in the index is removed, or none is left.
+        """
+        item_ids, names, keys, rows = self._check_changes(item_ids, codes, embeddings)
+        keep = np.ones(len(self), dtype=bool)
+        keep[self._rows_of_removed(removed, item_ids)] = False
+        known = np.array(self.item_ids.find(item_ids.tolist()), dtype=np.int64)
+        keep[known[known >= 0]] = False
+        if not keep.any() and not len(item_ids):
+            raise ValueError(f"`removed` names all {len(self)} items; an index needs at least one.")
+        old_keys = np.repeat(self.keys, np.diff(self.offsets))
+        order = merged_order(old_keys, self.item_ids, np.flatnonzero(keep), keys, item_ids)
+        new_keys, offsets = _directory(np.concatenate([old_keys, keys])[order])
+        return replace(
+            self,
+            keys=new_keys,
+            offsets=offsets,
+            item_ids=take_strings(join_strings(self.item_ids, names), order),
+            embeddings=PackedRows.join([self.embeddings, rows]).take(order),
+            tokenizer_version=self.tokenizer_version if tokenizer_version is None else tokenizer_version,
+            generation=None,
+        )
+
+    def _check_changes(self, item_ids, codes, embeddings) -> tuple[np.ndarray, PackedStrings, np.ndarray, PackedRows]:
+        """Ids, the same packed, keys and packed embeddings of changed items."""
+        if not len(item_ids):
+            if codes is not None and len(codes) or embeddings is not None and len(embeddings):
+                raise ValueError("`codes` and `embeddings` are given without `item_ids`; name the items.")
+            nothing = np.empty(0, dtype=np.int64)
+            return np.empty(0, dtype=str), PackedStrings.pack([]), self.keys[nothing], self.embeddings.take(nothing)
+        if codes is None or embeddings is None:
+            raise ValueError("`item_ids` is given without `codes` or `embeddings`; give both, one row an item.")
+        item_ids, names, keys, embeddings = _check_items(item_ids, codes, embeddings, self.codebook_sizes)
+        self._check_width(embeddings, "embeddings")
+        return item_ids, names, keys, PackedRows.pack(embeddings, self.embeddings.precision)
+
+    def _check_width(self, vectors: np.ndarray, name: str) -> None:
+        if vectors.shape[1] != self.embeddings.width:
+            raise ValueError(f"`{name}` must have width {self.embeddings.width} here, got {vectors.shape[1]}.")
+
+    def _rows_of_removed(self, removed, item_ids: np.ndarray) -> np.ndarray:
+        if not len(removed):
+            return np.empty(0, dtype=np.int64)
+        removed = check_item_ids(removed)
+        both = np.intersect1d(removed, item_ids)
+        if both.size:
+            raise ValueError(f"`removed` and `item_ids` both name {_some(both)}; an item stays or leaves.")
+        rows = np.array(self.item_ids.find(removed.tolist()), dtype=np.int64)
+        if (rows < 0).any():
+            raise ValueError(f"`removed` names {_some(removed[rows < 0])} not in this index of {len(self)} items.")
+        return rows
+
+    def check_made_for(self, tokenizer_version: str, model_id: str) -> None:
+        """Raises `ValueError` unless the index was made with this tokenizer and model, whose codes and vectors alone it
+        can answer."""
+        asked = {"tokenizer version": tokenizer_version, "model": model_id}
+        made = {"tokenizer version": self.tokenizer_version, "model": self.model_id}
+        for name, value in asked.items():
+            if value != made[name]:
+                raise ValueError(
+                    f"the index was made with {name} {made[name]!r}, but is asked by {name} {value!r}, whose codes and "
+                    "vectors mean other items. Build the index anew with it, or load what the index was made with."
+                )
+
+    def find(self, sids) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the items of SIDs, as ranges.
+
+        Args:
+            sids (array-like): positions in the directory, which are leaves of `trie()`, of shape `(...)` and one or two
+                dimensions where `find` is called by `expand` and `rerank`; see `find_codes` for codes.
+
+        Returns:
+            Two arrays of shape `(...)`: first row, and the row past the last. Both 0 for a position of -1.
+
+        Raises:
+            ValueError: `sids` is malformed or a position is not in the directory.
+        """
+        sids = _as_integers(sids, "sids")
+        if sids.size and not -1 <= sids.min() <= sids.max() < self.num_sids:
+            raise ValueError(
+                f"`sids` must be positions 0..{self.num_sids - 1}, or -1 for none, got {sids.min()}..{sids.max()}."
+            )
+        here = sids >= 0
+        return np.where(here, self.offsets[sids], 0), np.where(here, self.offsets[sids + here], 0)
+
+    def find_codes(self, codes) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the items of SIDs, or under prefixes of SIDs, as ranges.
+
+        Args:
+            codes (array-like of shape `(..., L)`): codes of the first `L <= K` levels.
+
+        Returns:
+            Two arrays of shape `(...)`: first row, and the row past the last; equal where there are no items.
+
+        Raises:
+            ValueError: `codes` is malformed. Codes outside their level are no error: no item has them.
+        """
+        codes = _as_integers(codes, "codes")
+        if not codes.ndim or not 1 <= codes.shape[-1] <= len(self.codebook_sizes):
+            raise ValueError(
+                f"`codes` must hold 1 to {len(self.codebook_sizes)} codes in the last dimension, got {codes.shape}."
+            )
+        length = codes.shape[-1]
+        valid = ((codes >= 0) & (codes < np.array(self.codebook_sizes[:length]))).all(-1)
+        first_keys = sid_keys(np.where(valid[..., None], codes, 0), self.codebook_sizes)
+        first = np.searchsorted(self.keys, first_keys)
+        last = np.searchsorted(self.keys, last_keys(first_keys, length, self.codebook_sizes), side="right")
+        return np.where(valid, self.offsets[first], 0), np.where(valid, self.offsets[last], 0)
