@@ -1,7 +1,7 @@
 # make demo   train on a real grocery log and recommend products by title (some four minutes on two cores)
 # make test   run the tests
 # make lint   check style
-# make bench  benchmarks of trie and SIDs at full size
+# make bench  what retrieval, training, trie and SIDs cost (some ten minutes)
 # Each sets up .venv first, and again only when setup.cfg or this file changes.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -31,6 +31,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check src recipes tests
 
 bench: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/benchmark.py --quick
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/benchmark_training.py
 	$(BIN)/python recipes/benchmark_trie.py
 	$(BIN)/python recipes/benchmark_sids.py
 

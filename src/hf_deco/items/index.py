@@ -205,11 +205,10 @@ class ItemIndex:
                 )
 
     def find(self, sids) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the items of SIDs, as ranges.
+        """Rows of the items of SIDs by position, as ranges.
 
         Args:
-            sids (array-like): positions in the directory, which are leaves of `trie()`, of shape `(...)` and one or two
-                dimensions where `find` is called by `expand` and `rerank`; see `find_codes` for codes.
+            sids (array-like of shape `(...)`): positions in the directory, which are the leaves of `trie()`.
 
         Returns:
             Two arrays of shape `(...)`: first row, and the row past the last. Both 0 for a position of -1.
@@ -226,7 +225,7 @@ class ItemIndex:
         return np.where(here, self.offsets[sids], 0), np.where(here, self.offsets[sids + here], 0)
 
     def find_codes(self, codes) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the items of SIDs, or under prefixes of SIDs, as ranges.
+        """Rows of the items of SIDs by codes, or of all items under prefixes, as ranges.
 
         Args:
             codes (array-like of shape `(..., L)`): codes of the first `L <= K` levels.
@@ -248,3 +247,165 @@ class ItemIndex:
         first = np.searchsorted(self.keys, first_keys)
         last = np.searchsorted(self.keys, last_keys(first_keys, length, self.codebook_sizes), side="right")
         return np.where(valid, self.offsets[first], 0), np.where(valid, self.offsets[last], 0)
+
+    def expand(self, sids) -> tuple[np.ndarray, np.ndarray]:
+        """All items of many SIDs.
+
+        Args:
+            sids (array-like): positions `(S,)`, see `find`; or codes `(S, L)`, see `find_codes`.
+
+        Returns:
+            Two arrays of shape `(C,)`, `C` the number of items: which of the SIDs each comes from, and its row.
+        """
+        sids = _as_integers(sids, "sids")
+        if sids.ndim not in (1, 2):
+            raise ValueError(f"`sids` must be positions (S,) or codes (S, L), got shape {sids.shape}.")
+        return spread(*(self.find(sids) if sids.ndim == 1 else self.find_codes(sids)))
+
+    def rerank(self, users, sids, per_sid_limit: int | None = None, k: int = 10) -> Reranked:
+        """Scores the items of every user's candidate SIDs by dot products, and returns the best.
+
+        Args:
+            users (array-like of shape `(B, d)`): vector of every user.
+            sids (array-like): candidates of every user: positions `(B, S)`, see `find`; or codes `(B, S, L)`, see
+                `find_codes`. A SID without items, or that stood before in the list, gives none.
+            per_sid_limit (`int`, *optional*): items of one SID at most.
+            k (`int`): items of a user.
+
+        Returns:
+            [`Reranked`]: best first; equal scores in the order of the user's SIDs, then of rows.
+
+        Raises:
+            ValueError: an argument is malformed, a user is not finite, or a score is beyond float32.
+        """
+        users, sids = _as_floats(users, "users"), _as_integers(sids, "sids")
+        self._check_width(users, "users")
+        if sids.ndim not in (2, 3) or len(sids) != len(users):
+            raise ValueError(
+                f"`sids` must be positions (B, S) or codes (B, S, L) for {len(users)} `users`, got shape {sids.shape}."
+            )
+        for name, number in (("k", k), ("per_sid_limit", 1 if per_sid_limit is None else per_sid_limit)):
+            if number < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {number}.")
+        ranges = self.find(sids) if sids.ndim == 2 else self.find_codes(sids)
+        result = Reranked.empty(len(users), k, self.generation)
+        for number, (user, starts, ends) in enumerate(zip(users, *ranges, strict=True)):
+            groups, rows = spread(starts, drop_repeated(starts, ends))
+            scores = self.embeddings.scores(rows, user)
+            if not np.isfinite(scores).all():
+                raise ValueError(f"`users` row {number} gives scores beyond float32; normalise it and the embeddings.")
+            best = best_first(scores, groups, per_sid_limit, k)
+            for array, values in ((result.rows, rows), (result.scores, scores), (result.sids, groups)):
+                array[number, : len(best)] = values[best]
+        return result
+
+    def ids(self, rows) -> list[list[str]]:
+        """Item ids of rows `(B, k)`, without those that are -1."""
+        return [[self.item_ids[row] for row in some if row >= 0] for some in np.asarray(rows).tolist()]
+
+    def codes(self) -> np.ndarray:
+        """Codes of all SIDs, `(S, K)` int64, in the order of the directory."""
+        return key_codes(self.keys, self.codebook_sizes)
+
+    def trie(self) -> SIDTrie:
+        """The trie of all SIDs, for a beam search. Its leaves are positions in the directory, and so are its rows."""
+        return SIDTrie(torch.from_numpy(self.codes()), self.codebook_sizes)
+
+    def self_test(self) -> None:
+        """Looks up SIDs from all over the directory and scores their items, and compares with slow arithmetic.
+
+        Raises:
+            ValueError: they differ, so that this index or this machine is not to be trusted with users.
+        """
+        sids = np.unique(np.linspace(0, self.num_sids - 1, 8).astype(np.int64))
+        for starts, ends in (self.find(sids), self.find_codes(key_codes(self.keys[sids], self.codebook_sizes))):
+            if (starts != self.offsets[sids]).any() or (ends != self.offsets[sids + 1]).any():
+                raise ValueError("the index's self-test failed: SIDs are not found where they are.")
+        rows = np.unique(np.minimum(self.offsets[sids] + np.arange(4)[:, None], self.offsets[sids + 1] - 1))
+        some = self.embeddings.take(rows)
+        for user in some.unpack()[:4]:
+            fast, slow = self.embeddings.scores(rows, user), some.reference_scores(user)
+            if not np.allclose(fast, slow, rtol=1e-4, atol=1e-4 * np.abs(slow).max()):
+                raise ValueError(f"the index's self-test failed: scores {fast[:3]} where {slow[:3]} are right.")
+        self.ids(rows[None])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays, by name."""
+        arrays = {"keys": self.keys, "offsets": self.offsets, "embeddings": self.embeddings.data}
+        arrays |= {"item_ids": self.item_ids.data, "item_id_offsets": self.item_ids.offsets}
+        return arrays if self.embeddings.scales is None else arrays | {"scales": self.embeddings.scales}
+
+    def meta(self) -> dict:
+        """What `from_parts` needs beside the arrays, as JSON values."""
+        meta = {"codebook_sizes": list(self.codebook_sizes), "tokenizer_version": self.tokenizer_version}
+        meta |= {"model_id": self.model_id, "precision": self.embeddings.precision, "width": self.embeddings.width}
+        return meta | {"num_items": len(self), "num_sids": self.num_sids}
+
+    @classmethod
+    def from_parts(cls, meta: Mapping, arrays: Mapping[str, np.ndarray], generation: int) -> ItemIndex:
+        """The index whose `meta` and `arrays` these are.
+
+        Raises:
+            ValueError: they do not belong together.
+        """
+        try:
+            index = cls(
+                arrays["keys"],
+                arrays["offsets"],
+                PackedStrings(arrays["item_ids"], arrays["item_id_offsets"]),
+                PackedRows(arrays["embeddings"], arrays.get("scales"), meta["width"], meta["precision"]),
+                meta["codebook_sizes"],
+                meta["tokenizer_version"],
+                meta["model_id"],
+                generation,
+                generation,
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the index's parts do not belong together: {error!r}.") from error
+        if index.meta() != {name: meta.get(name) for name in index.meta()}:
+            raise ValueError(f"the index's parts do not belong together: {dict(meta)} describes another {index}.")
+        return index
+
+
+def _directory(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct keys `(S,)` and the offsets `(S + 1,)` of their rows, from the ascending keys `(N,)` of all rows."""
+    first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
+    return keys[first], np.append(first, len(keys))
+
+
+def _check_items(item_ids, codes, embeddings, sizes: tuple[int, ...]) -> tuple:
+    """Ids as an array and packed, keys and embeddings of items, or `ValueError`."""
+    item_ids, codes = check_item_ids(item_ids), np.asarray(codes)
+    check_codes(codes, sizes)
+    if len(codes) != len(item_ids):
+        raise ValueError(f"`codes` has {len(codes)} rows for {len(item_ids)} `item_ids`.")
+    try:
+        names = PackedStrings.pack(item_ids.tolist())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"`item_ids` holds {error.object!r}, which is no valid text.") from error
+    return item_ids, names, sid_keys(codes, sizes), check_embeddings(_as_floats(embeddings, "embeddings"), len(item_ids))
+
+
+def _as_integers(values, name: str) -> np.ndarray:
+    values = np.asarray(values)
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"`{name}` must be integers, got {values.dtype}.")
+    return values.astype(np.int64, copy=False)
+
+
+def _as_floats(values, name: str) -> np.ndarray:
+    """Vectors `(n, d)`, of NumPy or torch and any precision, as finite float32."""
+    values = values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    with np.errstate(over="ignore"):  # reported below
+        values = np.ascontiguousarray(values, dtype=np.float32)
+    if values.ndim != 2:
+        raise ValueError(f"`{name}` must have shape (n, width), got {values.shape}.")
+    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    if bad.size:
+        raise ValueError(f"`{name}` holds NaN or infinite values in {bad.size} rows, first in row {bad[0]}.")
+    return values
+
+
+def _some(names: np.ndarray) -> str:
+    shown = ", ".join(map(repr, names[:5].tolist()))
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
