@@ -71,7 +71,9 @@ def load_data(study: dict, name: str) -> tuple[np.ndarray, list[str] | None]:
     cache = Path(source.get("embeddings", Path(study["output_dir"]) / f"{name}.npy"))
     if not cache.exists() and "embedding_model" in source:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        np.save(cache, embed_texts(items["text"], source["embedding_model"]))
+        temporary = cache.with_name(f".{name}.npy")
+        np.save(temporary, embed_texts(items["text"], source["embedding_model"]))
+        temporary.replace(cache)
     kept = ~items["text"].duplicated().to_numpy()
     embeddings = read_embeddings(cache, len(items))[kept]
     projection = Projection.fit(embeddings, study["width"])

@@ -9,18 +9,25 @@ from .models.configuration_deco import BackboneConfig, DecoConfig
 from transformers import AutoConfig, AutoModel, AutoProcessor
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from .models.configuration_gear import GearConfig
 from .models.generation_config_sid import SIDGenerationConfig, SIDGenerationOutput
 from .models.generation_sid import TrieLogitsProcessor
 from .models.modeling_backbone import BackboneForSIDRetrieval
 from .models.modeling_deco import DecoForSIDRetrieval
+from .models.modeling_gear import GearForSIDRetrieval
 from .models.pipeline_sid import TASK, SIDRetrievalPipeline
 from .models.processing_deco import DecoProcessor
 from .models.trie import SIDTrie
 
-for _config, _model in ((DecoConfig, DecoForSIDRetrieval), (BackboneConfig, BackboneForSIDRetrieval)):
+for _config, _model in (
+    (DecoConfig, DecoForSIDRetrieval),
+    (BackboneConfig, BackboneForSIDRetrieval),
+    (GearConfig, GearForSIDRetrieval),
+):
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _model)
-    AutoProcessor.register(_config, DecoProcessor)
+    if _config is not GearConfig:  # whose inputs are features, not item ids
+        AutoProcessor.register(_config, DecoProcessor)
     # From here on whatever is saved carries its code, and loads without this package by `trust_remote_code=True`.
     _config.register_for_auto_class("AutoConfig")
     _model.register_for_auto_class("AutoModel")
@@ -33,6 +40,8 @@ __all__ = [
     "DecoConfig",
     "DecoForSIDRetrieval",
     "DecoProcessor",
+    "GearConfig",
+    "GearForSIDRetrieval",
     "SIDGenerationConfig",
     "SIDGenerationOutput",
     "SIDRetrievalPipeline",

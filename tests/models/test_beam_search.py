@@ -196,7 +196,7 @@ def test_few_results_are_the_first_of_many_for_less_work(make_model, make_histor
     saved = []
 
     @torch.no_grad()
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(case=searches())
     def check(case):
         generator = torch.Generator().manual_seed(case.seed)
@@ -220,7 +220,7 @@ def test_few_results_are_the_first_of_many_for_less_work(make_model, make_histor
         saved.append((many - fewer) / max(1, many))
 
     check()
-    assert sum(part > 0.1 for part in saved) >= 20  # it was no comparison of a search with itself
+    assert sum(part > 0.1 for part in saved) >= 10  # it was no comparison of a search with itself
 
 
 @torch.no_grad()

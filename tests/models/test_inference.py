@@ -105,6 +105,15 @@ def test_sequences_of_any_length_are_read_as_transformers_reads_each_alone(make_
 
 
 @torch.no_grad()
+def test_long_sequences_are_read_as_transformers_reads_each_alone(make_qwen):
+    lengths, model = [130, 3, 0, 131], make_qwen()
+    tokens = random_tokens(sum(lengths))
+    read = FlatTransformer(model).read_sequences(tokens, Layout.of(torch.tensor(lengths)))
+    alone = torch.cat([read_alone(model, part) for part in tokens.split(lengths)])
+    torch.testing.assert_close(read.states, alone, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [6], [0, 0], [1], [0, 2]])
 def test_sequences_without_padding_and_without_tokens(make_qwen, lengths):
     model, start_state = make_qwen(), random_tokens(1, seed=1)[0]
@@ -211,6 +220,35 @@ def test_wrapped_and_replaced_layers_are_not_read_flat(make_qwen, target):
     normed = make_qwen()
     normed.layers[2].input_layernorm = torch.nn.LayerNorm(16)
     assert not FlatTransformer.supports(normed)
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, inputs, output: output)
+
+
+def hooked_before(module):
+    module.register_forward_pre_hook(lambda module, inputs: inputs)
+
+
+def replaced(module):
+    module.forward = module.forward
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_before, replaced])
+@pytest.mark.parametrize("name", ["norm", "layers.0", "layers.1.self_attn", "layers.2.mlp", "layers.2.mlp.up_proj"])
+def test_hooks_are_never_passed_over(make_qwen, change, name):
+    model = make_qwen()
+    change(model.get_submodule(name))
+    assert not FlatTransformer.supports(model)
+
+
+@torch.no_grad()
+def test_models_with_dropout_are_read_flat(make_model, make_histories, flat_calls, through_modules):
+    model = make_model(dropout=0.4, decoder_dropout=0.3)
+    inputs = make_histories(model, [3, 2])
+    assert FlatTransformer.supports(model.backbone) and FlatTransformer.supports(model.decoder.transformer)
+    assert_same_search(model, through_modules, *inputs)
+    assert len(flat_calls) >= 2
 
 
 def histories_of(model, make_histories, padding, lengths=(4, 1, 0, 6)):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -34,10 +35,13 @@ def losses(checkpoint):
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
-def test_it_grounds_from_a_file_and_prints_figures(llm_options, tmp_path):
+def test_it_grounds_from_a_file_and_prints_figures(llm_options, tmp_path, monkeypatch, capsys):
     chosen = llm_options | {"grounding_epochs": 1, "grounding_holdout": 0.25}
     (tmp_path / "options.yaml").write_text(yaml.safe_dump(chosen))
-    output = run([sys.executable, RECIPE, "options.yaml", "--output_dir", "out", "--stage", "grounding"], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [RECIPE, "options.yaml", "--output_dir", "out", "--stage", "grounding"])
+    runpy.run_path(RECIPE, run_name="__main__")
+    output = capsys.readouterr().out
     figures = json.loads((tmp_path / "out/grounded/grounding.json").read_text())["metrics"]
     assert f"seen_recall@10 {figures['seen_recall@10']:.4f}" in output
     assert f"heldout_text_loss {figures['heldout_text_loss']:.4f}" in output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from ..models.strings_sid import PackedStrings
 from ..models.trie import SIDTrie
 from .embedding import check_embeddings
-from .index_order import merged_order, sorted_order, take_strings
+from .index_order import join_strings, merged_order, sorted_order, take_strings
 from .packing import PackedRows, check_precision
 from .reranking import Reranked, best_first, drop_repeated, spread
 from .rq_kmeans import check_codebook_sizes, check_codes
@@ -23,9 +22,9 @@ from .sid_table import check_item_ids
 class ItemIndex:
     """An immutable snapshot of a catalog: which items every SID has, and their embeddings.
 
-    Items stand in one canonical order, by SID and then by id, so the items of a SID, and of any prefix, are one range of
-    rows; and an index that was updated equals, bit for bit, one that was built anew from the same items. Any number of
-    threads may read it. Make one with `build`, the next with `update`; publish them with [`IndexWriter`].
+    Items stand in one canonical order, by SID and then by id, so the items of a SID, and those of any prefix, are one
+    range of rows; and an index that was updated equals, bit for bit, one that was built anew from the same items. Any
+    number of threads may read it. Make one with `build`, the next with `update`; publish them with [`IndexWriter`].
 
     Attributes:
         keys (`np.ndarray` of shape `(S,)`): the distinct SIDs, ascending, uint64; see `sid_keys`. Position `s` is leaf
@@ -60,13 +59,15 @@ class ItemIndex:
         for name in ("tokenizer_version", "model_id"):
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise ValueError(f"`{name}` must be a non-empty string, got {value!r}.")
-        for name, dtype, dimensions in (("keys", np.uint64, 1), ("offsets", np.int64, 1)):
+        for name, dtype in (("keys", np.dtype(np.uint64)), ("offsets", np.dtype(np.int64))):
             array = getattr(self, name)
-            if array.dtype != dtype or array.ndim != dimensions:
-                raise ValueError(f"`{name}` must be {np.dtype(dtype)} in one row, got {array.dtype} {array.shape}.")
+            if array.dtype != dtype or array.ndim != 1:
+                raise ValueError(f"`{name}` must be {dtype} of one dimension, got {array.dtype} of {array.shape}.")
         self._check_directory()
-        for array in self.arrays().values():
-            array.flags.writeable = False
+        ids, rows = self.item_ids, self.embeddings
+        for array in (self.keys, self.offsets, ids.data, ids.offsets, rows.data, rows.scales):
+            if array is not None:
+                array.flags.writeable = False
 
     def _check_directory(self) -> None:
         rows, keys, offsets = len(self.item_ids), self.keys, self.offsets
@@ -285,8 +286,8 @@ class ItemIndex:
                 f"`sids` must be positions (B, S) or codes (B, S, L) for {len(users)} `users`, got shape {sids.shape}."
             )
         for name, number in (("k", k), ("per_sid_limit", 1 if per_sid_limit is None else per_sid_limit)):
-            if number < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {number}.")
+            if not isinstance(number, int | np.integer) or number < 1:
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
         ranges = self.find(sids) if sids.ndim == 2 else self.find_codes(sids)
         result = Reranked.empty(len(users), k, self.generation)
         for number, (user, starts, ends) in enumerate(zip(users, *ranges, strict=True)):
@@ -311,61 +312,6 @@ class ItemIndex:
         """The trie of all SIDs, for a beam search. Its leaves are positions in the directory, and so are its rows."""
         return SIDTrie(torch.from_numpy(self.codes()), self.codebook_sizes)
 
-    def self_test(self) -> None:
-        """Looks up SIDs from all over the directory and scores their items, and compares with slow arithmetic.
-
-        Raises:
-            ValueError: they differ, so that this index or this machine is not to be trusted with users.
-        """
-        sids = np.unique(np.linspace(0, self.num_sids - 1, 8).astype(np.int64))
-        for starts, ends in (self.find(sids), self.find_codes(key_codes(self.keys[sids], self.codebook_sizes))):
-            if (starts != self.offsets[sids]).any() or (ends != self.offsets[sids + 1]).any():
-                raise ValueError("the index's self-test failed: SIDs are not found where they are.")
-        rows = np.unique(np.minimum(self.offsets[sids] + np.arange(4)[:, None], self.offsets[sids + 1] - 1))
-        some = self.embeddings.take(rows)
-        for user in some.unpack()[:4]:
-            fast, slow = self.embeddings.scores(rows, user), some.reference_scores(user)
-            if not np.allclose(fast, slow, rtol=1e-4, atol=1e-4 * np.abs(slow).max()):
-                raise ValueError(f"the index's self-test failed: scores {fast[:3]} where {slow[:3]} are right.")
-        self.ids(rows[None])
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays, by name."""
-        arrays = {"keys": self.keys, "offsets": self.offsets, "embeddings": self.embeddings.data}
-        arrays |= {"item_ids": self.item_ids.data, "item_id_offsets": self.item_ids.offsets}
-        return arrays if self.embeddings.scales is None else arrays | {"scales": self.embeddings.scales}
-
-    def meta(self) -> dict:
-        """What `from_parts` needs beside the arrays, as JSON values."""
-        meta = {"codebook_sizes": list(self.codebook_sizes), "tokenizer_version": self.tokenizer_version}
-        meta |= {"model_id": self.model_id, "precision": self.embeddings.precision, "width": self.embeddings.width}
-        return meta | {"num_items": len(self), "num_sids": self.num_sids}
-
-    @classmethod
-    def from_parts(cls, meta: Mapping, arrays: Mapping[str, np.ndarray], generation: int) -> ItemIndex:
-        """The index whose `meta` and `arrays` these are.
-
-        Raises:
-            ValueError: they do not belong together.
-        """
-        try:
-            index = cls(
-                arrays["keys"],
-                arrays["offsets"],
-                PackedStrings(arrays["item_ids"], arrays["item_id_offsets"]),
-                PackedRows(arrays["embeddings"], arrays.get("scales"), meta["width"], meta["precision"]),
-                meta["codebook_sizes"],
-                meta["tokenizer_version"],
-                meta["model_id"],
-                generation,
-                generation,
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the index's parts do not belong together: {error!r}.") from error
-        if index.meta() != {name: meta.get(name) for name in index.meta()}:
-            raise ValueError(f"the index's parts do not belong together: {dict(meta)} describes another {index}.")
-        return index
-
 
 def _directory(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct keys `(S,)` and the offsets `(S + 1,)` of their rows, from the ascending keys `(N,)` of all rows."""
@@ -375,7 +321,7 @@ def _directory(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_items(item_ids, codes, embeddings, sizes: tuple[int, ...]) -> tuple:
     """Ids as an array and packed, keys and embeddings of items, or `ValueError`."""
-    item_ids, codes = check_item_ids(item_ids), np.asarray(codes)
+    item_ids, codes = check_item_ids(item_ids), _to_numpy(codes)
     check_codes(codes, sizes)
     if len(codes) != len(item_ids):
         raise ValueError(f"`codes` has {len(codes)} rows for {len(item_ids)} `item_ids`.")
@@ -383,21 +329,27 @@ def _check_items(item_ids, codes, embeddings, sizes: tuple[int, ...]) -> tuple:
         names = PackedStrings.pack(item_ids.tolist())
     except UnicodeEncodeError as error:
         raise ValueError(f"`item_ids` holds {error.object!r}, which is no valid text.") from error
-    return item_ids, names, sid_keys(codes, sizes), check_embeddings(_as_floats(embeddings, "embeddings"), len(item_ids))
+    return item_ids, names, sid_keys(codes, sizes), check_embeddings(_to_numpy(embeddings), len(item_ids))
+
+
+def _to_numpy(values) -> np.ndarray:
+    """Values of NumPy, of torch on any device, or lists; NumPy has no bfloat16."""
+    if not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    return (values.detach().float() if values.is_floating_point() else values).cpu().numpy()
 
 
 def _as_integers(values, name: str) -> np.ndarray:
-    values = np.asarray(values)
+    values = _to_numpy(values)
     if values.dtype.kind not in "iu":
         raise ValueError(f"`{name}` must be integers, got {values.dtype}.")
     return values.astype(np.int64, copy=False)
 
 
 def _as_floats(values, name: str) -> np.ndarray:
-    """Vectors `(n, d)`, of NumPy or torch and any precision, as finite float32."""
-    values = values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    """Vectors `(n, d)` of any precision as finite float32."""
     with np.errstate(over="ignore"):  # reported below
-        values = np.ascontiguousarray(values, dtype=np.float32)
+        values = np.ascontiguousarray(_to_numpy(values), dtype=np.float32)
     if values.ndim != 2:
         raise ValueError(f"`{name}` must have shape (n, width), got {values.shape}.")
     bad = np.flatnonzero(~np.isfinite(values).all(axis=1))

@@ -145,7 +145,9 @@ class PackedRows:
             else:
                 integers, scales[block] = _quantize(embeddings[block], _LARGEST[precision])
                 data[block] = pack_int4(integers) if precision == "int4" else integers
-        if precision == "fp16" and (largest := np.abs(embeddings).max()) >= 65520:  # rounds to an infinity from there on
+        if (
+            precision == "fp16" and (largest := np.abs(embeddings).max()) >= 65520
+        ):  # rounds to an infinity from there on
             raise ValueError(
                 f"`embeddings` reach {largest:g}, but fp16 ends at 65504; normalise them, or take `precision='int8'`."
             )
@@ -179,8 +181,8 @@ class PackedRows:
     def scores(self, rows: np.ndarray, user: np.ndarray) -> np.ndarray:
         """Dot products of rows with a user.
 
-        The user is packed like the rows. INT8 and INT4 products are exact integers, multiplied by the row's scale and
-        then by the user's; fp16 rows meet the user in float32. A row's score does not depend on the other rows.
+        The user is packed like the rows. INT8 and INT4 products are exact integers, multiplied by the product of the
+        two scales; fp16 rows meet the user in float32. A row's score does not depend on the other rows.
 
         Args:
             rows (`np.ndarray` of shape `(n,)`): row numbers.
@@ -192,16 +194,25 @@ class PackedRows:
         scores = np.empty(len(rows), dtype=np.float32)
         query = None if self.scales is None else PackedRows.pack(user[None], self.precision)
         dots = int4_dots if self.precision == "int4" else int8_dots
-        for first in range(0, len(rows), _BLOCK):
-            block = rows[first : first + _BLOCK]
-            data = np.take(self.data, block, axis=0)
-            if query is None:
-                # A BLAS product would add up in an order that depends on the number of rows.
-                scores[first : first + _BLOCK] = np.einsum("nd,d->n", data.astype(np.float32), user)
-            else:
-                products = dots(data, query.data[0]).astype(np.float32)
-                scores[first : first + _BLOCK] = products * self.scales[block] * query.scales[0]
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller sees what is not finite
+            for first in range(0, len(rows), _BLOCK):
+                block = rows[first : first + _BLOCK]
+                data = np.take(self.data, block, axis=0)
+                if query is None:
+                    # A BLAS product would add up in an order that depends on the number of rows.
+                    scores[first : first + _BLOCK] = np.einsum("nd,d->n", data.astype(np.float32), user)
+                else:
+                    products = dots(data, query.data[0]).astype(np.float32)
+                    scores[first : first + _BLOCK] = products * (self.scales[block] * query.scales[0])
         return scores
+
+    def reference_scores(self, user: np.ndarray) -> np.ndarray:
+        """`scores` of all rows by plain 64-bit arithmetic, `(N,)` float32: what the fast way is tested against."""
+        if self.scales is None:
+            return (self.data.astype(np.float64) @ user.astype(np.float64)).astype(np.float32)
+        query = PackedRows.pack(user[None], self.precision)
+        products = self.integers().astype(np.int64) @ query.integers()[0].astype(np.int64)
+        return products.astype(np.float32) * (self.scales * query.scales[0])
 
 
 def check_precision(precision: str) -> None:

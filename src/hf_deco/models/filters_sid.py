@@ -19,7 +19,7 @@ class NodeSet:
 
     Attributes:
         num_nodes (`int`): Nodes of the level.
-        keys (`torch.LongTensor` of shape `(n,)`): Ascending `user * num_nodes + node`, `user` 0 where the set is shared.
+        keys (`torch.LongTensor` of shape `(n,)`): Ascending `user * num_nodes + node`, `user` 0 in a shared set.
         table (`torch.BoolTensor` of shape `(num_nodes,)`, *optional*): The same, of a shared set.
     """
 

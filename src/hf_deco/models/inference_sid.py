@@ -12,11 +12,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model, Qwen2RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2Attention,
+    Qwen2DecoderLayer,
+    Qwen2MLP,
+    Qwen2Model,
+    Qwen2RMSNorm,
+)
 
 from .attention_sid import SharedHistory, attend_shared
+from .layers_sid import drop
 
 _MOST_GRAPHS = 64  # of one function, for all models of a process
+_LONG = 128  # attention scores of sequences of more tokens are better never kept
 
 # Attention of flat tokens: (layer, queries, keys, values), each (N, heads, head_dim), to outputs (N', heads, head_dim).
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,7 +119,7 @@ class Layout:
     @classmethod
     def of(cls, lengths: torch.LongTensor) -> "Layout":
         """The layout of sequences of these lengths."""
-        ends, width = lengths.cumsum(0), int(lengths.max()) if lengths.numel() else 0 if lengths.numel() else 0
+        ends, width = lengths.cumsum(0), int(lengths.max()) if lengths.numel() else 0
         rows = torch.arange(lengths.shape[0], device=lengths.device).repeat_interleave(lengths)
         positions = torch.arange(rows.shape[0], device=lengths.device) - (ends - lengths)[rows]
         return cls(lengths, positions, rows * width + positions, (ends - 1).clamp(min=0), width)
@@ -158,14 +166,25 @@ class ReadSequences:
         return torch.where((self.layout.lengths > 0).unsqueeze(1), last, start_state.to(last.dtype))
 
 
-def attend_sequences(query, keys, values, scaling: float, seen: torch.BoolTensor | None) -> torch.Tensor:
+def attend_causally(query, keys, values, scaling: float) -> torch.Tensor:
+    """Attention of all tokens of every sequence to those up to themselves: [`attend_sequences`] with `Q = T`."""
+    length = query.shape[1]
+    if length > _LONG:
+        parts = (part.transpose(1, 2) for part in (query, keys, values))
+        attended = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True)
+        return attended.transpose(1, 2)
+    causal = torch.ones((1, length, length), dtype=torch.bool, device=query.device).tril()
+    return attend_sequences(query, keys, values, scaling, causal)
+
+
+def attend_sequences(query, keys, values, scaling: float, seen: torch.BoolTensor) -> torch.Tensor:
     """Attention inside every sequence.
 
     Args:
         query (`torch.Tensor` of shape `(U, Q, H, d)`): Queries.
         keys, values (`torch.Tensor` of shape `(U, T, H_kv, d)`): Keys and values.
         scaling (`float`): Factor of the scores.
-        seen (`torch.BoolTensor`, *optional*): What a query sees, broadcast to `(U, Q, T)`; all by default.
+        seen (`torch.BoolTensor`): What a query sees, broadcast to `(U, Q, T)`.
 
     Returns:
         `torch.Tensor` of shape `(U, Q, H, d)`.
@@ -173,8 +192,7 @@ def attend_sequences(query, keys, values, scaling: float, seen: torch.BoolTensor
     repeats = query.shape[2] // keys.shape[2]
     keys, values = (part.transpose(1, 2).repeat_interleave(repeats, 1) for part in (keys, values))
     scores = (query.transpose(1, 2) @ keys.transpose(2, 3)).float() * scaling  # (U, H, Q, T)
-    if seen is not None:
-        scores = scores.masked_fill(~seen.unsqueeze(1), torch.finfo(scores.dtype).min)  # a query may see nothing
+    scores = scores.masked_fill(~seen.unsqueeze(1), torch.finfo(scores.dtype).min)  # a query may see nothing
     return (scores.softmax(-1).to(values.dtype) @ values).transpose(1, 2)
 
 
@@ -197,12 +215,12 @@ class FlatTransformer:
     @staticmethod
     def supports(model: nn.Module) -> bool:
         """Whether a model is one that this class computes: a plain Qwen2 in evaluation mode, without windows, angles
-        that depend on the length, adapters or quantised layers."""
+        that depend on the length, adapters, quantised layers or hooks."""
         if type(model) is not Qwen2Model or model.training or set(model.config.layer_types) != {"full_attention"}:
             return False
         if model.config.hidden_act != "silu" or model.rotary_emb.rope_type in ("dynamic", "longrope"):
             return False
-        return type(model.norm) is Qwen2RMSNorm and all(map(_is_plain, model.layers))
+        return _are_plain(Qwen2RMSNorm, model.norm) and all(map(_is_plain_layer, model.layers))
 
     def __call__(
         self, tokens: torch.Tensor, positions: torch.LongTensor, attend: Attend, kept: torch.LongTensor | None = None
@@ -262,7 +280,6 @@ class FlatTransformer:
                 most of its work.
         """
         keys, values, last_only = [], [], last_only and layout.width > 0
-        causal = torch.ones((1, layout.width, layout.width), dtype=torch.bool, device=tokens.device).tril()
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             keys.append(layout.pad(key))
@@ -270,7 +287,7 @@ class FlatTransformer:
             if last_only and index == self.num_layers - 1:
                 seen = layout.mask().unsqueeze(1)
                 return attend_sequences(query.unsqueeze(1), keys[-1], values[-1], self.scaling, seen).squeeze(1)
-            return layout.flatten(attend_sequences(layout.pad(query), keys[-1], values[-1], self.scaling, causal))
+            return layout.flatten(attend_causally(layout.pad(query), keys[-1], values[-1], self.scaling))
 
         states = self(tokens, layout.positions, attend, layout.last if last_only else None)
         return ReadSequences(layout, states, last_only, keys, values)
@@ -308,12 +325,27 @@ class FlatTransformer:
         return self(tokens, positions, attend), more_keys, more_values
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer of a Qwen2 model is as transformers makes it: nothing in it is wrapped or replaced."""
-    if type(layer) is not Qwen2DecoderLayer:
+def _is_plain_layer(layer: nn.Module) -> bool:
+    """Whether a layer of a Qwen2 model is as transformers makes it: nothing in it is wrapped, replaced or hooked."""
+    if not _are_plain(Qwen2DecoderLayer, layer):
         return False
     attention, mlp = layer.self_attn, layer.mlp
-    linears = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-    linears += mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    if not (_are_plain(Qwen2Attention, attention) and _are_plain(Qwen2MLP, mlp)):
+        return False
+    projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+    feed_forward = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     norms = layer.input_layernorm, layer.post_attention_layernorm
-    return all(type(linear) is nn.Linear for linear in linears) and all(type(norm) is Qwen2RMSNorm for norm in norms)
+    return _are_plain(nn.Linear, *projections, *feed_forward) and _are_plain(Qwen2RMSNorm, *norms)
+
+
+def _are_plain(kind: type, *modules: nn.Module) -> bool:
+    """Whether modules are of a class, and compute what it does: offloading, sharding and probes change that by hooks
+    or by another `forward`; a dropout's hook is nothing in inference."""
+    for module in modules:  # every search asks: no generators
+        if type(module) is not kind or module._forward_pre_hooks or "forward" in module.__dict__:
+            return False
+        if module._forward_hooks and any(
+            getattr(hook, "func", None) is not drop for hook in module._forward_hooks.values()
+        ):
+            return False
+    return True

@@ -107,10 +107,11 @@ def add_residual_dropout(transformer: nn.Module, probability: float) -> None:
             f"`dropout` needs layers with `o_proj` and `down_proj`; {type(transformer).__name__} has none. Set it to 0."
         )
     for projection in projections:
-        projection.register_forward_hook(partial(_drop, probability))
+        projection.register_forward_hook(partial(drop, probability))
 
 
-def _drop(probability: float, module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+def drop(probability: float, module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook: dropout of a module's output, in training."""
     return F.dropout(output, probability, module.training)
 
 

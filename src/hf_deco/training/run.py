@@ -70,10 +70,7 @@ def train(args: DecoTrainingArguments, models: type[ScratchModels] = ScratchMode
     started, folder = time.time(), Path(args.output_dir)
     finished = finished_run(args)
     if finished is not None:
-        _say(args, f"{folder} holds this run, finished: nothing is trained.")
-        if args.results_file and args.process_index == 0:
-            add_rows(args.results_file, finished["rows"])
-        return finished["metrics"]
+        return _report_finished(args, finished)
     set_seed(args.seed)
     checkpoint, models = find_checkpoint(args), models(args)
     going_on = checkpoint is not None or models.begun()
@@ -100,14 +97,28 @@ def train(args: DecoTrainingArguments, models: type[ScratchModels] = ScratchMode
     metrics = {args.system: trainer.test(test, args.num_beams)}
     if trainer.is_world_process_zero():
         metrics |= floor_metrics(split, split.test, embeddings, **_evaluation_options(args, args.cutoffs))
-        write_json(folder / "metrics.json", metrics)
         rows = make_rows(args, metrics, trainer, time.time() - started, checkpoint is not None)
         rows[0] |= describe_run(args, log, split, SIDTable.load(args.sids or folder / "sids"), model)
-        _write_cards(args, folder, rows)
-        if args.results_file:
-            add_rows(args.results_file, rows)
-        write_json(folder / RUN_FILE, {"options": changed_arguments(args), "metrics": metrics, "rows": rows})
+        _write_results(args, metrics, rows)
     return metrics
+
+
+def _report_finished(args: DecoTrainingArguments, finished: dict) -> dict[str, dict[str, float]]:
+    """Metrics of a run that is there already; its rows go where they are asked for."""
+    _say(args, f"{args.output_dir} holds this run, finished: nothing is trained.")
+    if args.results_file and args.process_index == 0:
+        add_rows(args.results_file, finished["rows"])
+    return finished["metrics"]
+
+
+def _write_results(args: DecoTrainingArguments, metrics: dict[str, dict[str, float]], rows: list[dict]) -> None:
+    """What a run found: its metrics, its cards, its rows, and last the mark that it is finished."""
+    folder = Path(args.output_dir)
+    write_json(folder / "metrics.json", metrics)
+    _write_cards(args, folder, rows)
+    if args.results_file:
+        add_rows(args.results_file, rows)
+    write_json(folder / RUN_FILE, {"options": changed_arguments(args), "metrics": metrics, "rows": rows})
 
 
 def evaluate(args: DecoTrainingArguments, checkpoint: str | os.PathLike) -> dict[str, dict[str, float]]:
