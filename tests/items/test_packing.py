@@ -159,9 +159,12 @@ def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"`scales` must be float32 of shape \(2,\), got float32 of shape \(1,\)"):
         PackedRows(data, scales[:1], 3, "int8")
     with pytest.raises(ValueError, match="`scales` holds NaN or infinite values"):
-        PackedRows(data, np.float32([1, np.nan]), 3, "int8")
-    with pytest.raises(ValueError, match="`data` holds NaN or infinite values"):
-        PackedRows(np.float16([[np.inf]]), None, 1, "fp16")
+        PackedRows(data, np.float32([1, np.nan]), 3, "int8").check_finite()
+    for value in (np.inf, -np.inf, np.nan):
+        with pytest.raises(ValueError, match="`data` holds NaN or infinite values"):
+            PackedRows(np.float16([[1.0], [value]]), None, 1, "fp16").check_finite()
+    for precision in packing.PRECISIONS:
+        PackedRows.pack([[-65504.0, 65504.0, 0.0, 1e-8]], precision).check_finite()
     with pytest.raises(ValueError, match="`embeddings` holds NaN or infinite values in 1 of 2 rows, first in row 1"):
         PackedRows.pack([[1.0], [np.nan]])
 

@@ -240,6 +240,26 @@ def test_bad_batches_are_named(model, batch, change, message):
         model(**{**batch, **change})
 
 
+def test_mixed_precision_trains_and_searches(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model.train()(**batch)
+        output.loss.backward()
+        model.eval().set_catalog(output.item_codes)
+        users = {name: batch[name] for name in ("content", "item_ids", "user_ids", "behaviors")}
+        memory = model.encode_memory(**users)
+        found = model.generate(
+            memory=memory, num_beams=9, num_return_sequences=9, rerank=True, return_dict_in_generate=True
+        )
+        vectors = model.rerank_vectors(memory, found.sequences.view(4, 9, 3))
+    expected = make_gear()(**batch)
+    for name in PARTS:
+        torch.testing.assert_close(output[f"{name}_loss"], expected[f"{name}_loss"], rtol=0.1, atol=0.1)
+    assert torch.equal(output.item_codes, expected.item_codes)  # codes are never made in half precision
+    assert all(value.grad is None or value.grad.isfinite().all() for value in model.parameters())
+    assert found.rerank_vectors.dtype == vectors.dtype == torch.float32
+    torch.testing.assert_close(found.rerank_vectors.view(4, 9, 6), vectors, rtol=0.1, atol=0.3)
+
+
 def test_an_empty_table_is_named(model, batch):
     content, item_ids = make_items(0, 0)
     empty = {"behaviors": [torch.full((4, 1), -1)] * 2, "candidates": torch.full((4, 3), -1)}
@@ -293,6 +313,7 @@ def test_defaults_are_the_papers():
         ({"sigma": 0.0}, "`sigma` must be positive, got 0.0"),
         ({"commitment_weight": -1.0}, "`commitment_weight` must not be negative, got -1.0"),
         ({"loss_weights": {"gem": 1.0}}, "`loss_weights` may hold ltr, rq, gen, rerank, got .*gem"),
+        ({"loss_weights": {"gen": "10"}}, "`loss_weights` must be finite and not negative"),
         ({"loss_weights": {"gen": -1.0}}, "`loss_weights` must be finite and not negative"),
         ({"behaviors": []}, "`behaviors` needs at least one sequence"),
         ({"behaviors": [{"name": "clicks"}]}, r"`behaviors` 'clicks' needs length \(at least 1\), got"),

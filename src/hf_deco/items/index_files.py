@@ -68,6 +68,7 @@ def read_index(folder: Path, generation: int, manifest_sha256: str, verify: bool
         dtypes = _DTYPES | _ROW_DTYPES[meta["precision"]]
         arrays = {name: _read(folder, name, dtype, meta["files"][name], verify) for name, dtype in dtypes.items()}
         rows = PackedRows(arrays["embeddings"], arrays.get("scales"), meta["width"], meta["precision"])
+        rows.check_finite()
         strings = PackedStrings(arrays["item_ids"], arrays["item_id_offsets"])
         identity = meta["codebook_sizes"], meta["tokenizer_version"], meta["model_id"], generation, generation
         index = ItemIndex(arrays["keys"], arrays["offsets"], strings, rows, *identity)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from .embedding import check_embeddings
 
@@ -94,7 +95,7 @@ class PackedRows:
         precision (`str`): `"fp16"`, `"int8"` or `"int4"`.
 
     Raises:
-        ValueError: the parts do not fit together, or hold NaN or infinities.
+        ValueError: the parts do not fit together.
     """
 
     data: np.ndarray
@@ -113,17 +114,11 @@ class PackedRows:
             )
         if (self.scales is None) != (self.precision == "fp16"):
             raise ValueError(f"`scales` must be given for int8 and int4, and only there; this is {self.precision}.")
-        if self.scales is None:
-            numbers, name = self.data, "data"
-        else:
-            numbers, name = self.scales, "scales"
-            if numbers.dtype != np.float32 or numbers.shape != (len(self.data),):
-                raise ValueError(
-                    f"`scales` must be float32 of shape ({len(self.data)},), got {numbers.dtype} of shape "
-                    f"{numbers.shape}."
-                )
-        if not all(np.isfinite(numbers[first : first + _BLOCK]).all() for first in range(0, len(numbers), _BLOCK)):
-            raise ValueError(f"`{name}` holds NaN or infinite values.")
+        if self.scales is not None and (self.scales.dtype, self.scales.shape) != (np.float32, (len(self.data),)):
+            raise ValueError(
+                f"`scales` must be float32 of shape ({len(self.data)},), got {self.scales.dtype} of shape "
+                f"{self.scales.shape}."
+            )
 
     @classmethod
     def pack(cls, embeddings, precision: str = "int8") -> PackedRows:
@@ -155,6 +150,16 @@ class PackedRows:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def check_finite(self) -> None:
+        """Raises `ValueError` where rows that come from elsewhere than `pack` hold NaN or infinities."""
+        if self.scales is None:
+            exponents = self.data.view(np.uint16) & 0x7C00  # all ones in NaN and infinities; NumPy's test is far slower
+            finite, name = not (exponents == 0x7C00).any(), "data"
+        else:
+            finite, name = np.isfinite(self.scales).all(), "scales"
+        if not finite:
+            raise ValueError(f"`{name}` holds NaN or infinite values.")
 
     def take(self, rows: np.ndarray) -> PackedRows:
         """Some rows, in the order given."""
@@ -199,8 +204,10 @@ class PackedRows:
                 block = rows[first : first + _BLOCK]
                 data = np.take(self.data, block, axis=0)
                 if query is None:
-                    # A BLAS product would add up in an order that depends on the number of rows.
-                    scores[first : first + _BLOCK] = np.einsum("nd,d->n", data.astype(np.float32), user)
+                    # A BLAS product would add up in an order that depends on the number of rows. NumPy converts float16
+                    # ten times more slowly than torch.
+                    vectors = torch.from_numpy(data).float().numpy()
+                    scores[first : first + _BLOCK] = np.einsum("nd,d->n", vectors, user)
                 else:
                     products = dots(data, query.data[0]).astype(np.float32)
                     scores[first : first + _BLOCK] = products * (self.scales[block] * query.scales[0])

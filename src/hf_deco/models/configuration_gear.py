@@ -192,9 +192,9 @@ class GearConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
 
     def validate_features(self):
-        _check_entries("item_features", self.item_features, {"size": int}, {"hashed": bool})
-        _check_entries("user_features", self.user_features, {"size": int}, {"hashed": bool})
-        _check_entries("behaviors", self.behaviors, {"length": int}, {})
+        _check_entries("item_features", self.item_features, "size", {"hashed": bool})
+        _check_entries("user_features", self.user_features, "size", {"hashed": bool})
+        _check_entries("behaviors", self.behaviors, "length", {})
         if not self.behaviors:
             raise ValueError("`behaviors` needs at least one sequence.")
         grouped = sorted(column for group in self.feature_groups or [] for column in group)
@@ -211,7 +211,8 @@ class GearConfig(PreTrainedConfig):
             raise ValueError(f"`commitment_weight` must not be negative, got {self.commitment_weight}.")
         if set(self.loss_weights) != set(LOSS_WEIGHTS):
             raise ValueError(f"`loss_weights` may hold {', '.join(LOSS_WEIGHTS)}, got {', '.join(self.loss_weights)}.")
-        if not all(0 <= weight < float("inf") for weight in self.loss_weights.values()):
+        weights = self.loss_weights.values()
+        if not all(isinstance(weight, int | float) and 0 <= weight < float("inf") for weight in weights):
             raise ValueError(f"`loss_weights` must be finite and not negative, got {self.loss_weights}.")
 
 
@@ -222,22 +223,16 @@ def random_groups(num_features: int) -> list[list[int]]:
     return [columns[group::number] for group in range(number)]
 
 
-def _check_entries(argument: str, entries: list[dict], required: dict, optional: dict) -> None:
-    """Raise a `ValueError` unless every entry has a name of its own, and what else it must have."""
-    names = [entry.get("name") for entry in entries]
+def _check_entries(argument: str, entries: list[dict], extent: str, optional: dict) -> None:
+    """Raise a `ValueError` unless every entry has a name of its own and a positive `extent`, and nothing unknown."""
+    names, kinds = [entry.get("name") for entry in entries], {"name": str, extent: int} | optional
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise ValueError(f"`{argument}` must each have a `name` of their own, got {names}.")
     for entry in entries:
-        kinds = {"name": str} | required | optional
-        missing = [key for key in required if key not in entry]
-        wrong = [key for key, value in entry.items() if key not in kinds or type(value) is not kinds[key]]
-        wrong += [key for key in required if key in entry and key not in wrong and entry[key] < 1]
-        if missing or wrong:
-            raise ValueError(
-                f"`{argument}` {entry['name']!r} needs {', '.join(required)} (at least 1)"
-                + (f" and may have {', '.join(optional)}" if optional else "")
-                + f", got {entry}."
-            )
+        known = all(type(value) is kinds.get(key) for key, value in entry.items())
+        if not known or entry.get(extent, 0) < 1:
+            also = f" and may have {', '.join(optional)}" if optional else ""
+            raise ValueError(f"`{argument}` {entry['name']!r} needs {extent} (at least 1){also}, got {entry}.")
 
 
 __all__ = ["GearConfig"]

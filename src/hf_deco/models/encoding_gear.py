@@ -134,8 +134,8 @@ class GearEncodingMixin:
         users, codes = there.nonzero()[:, 0], sequences[there]
         if len(codes):
             check_codes(codes, self.config.codebook_sizes)
-        vectors = memory.states.new_zeros((*there.shape, self.config.tower_size))
-        vectors[there] = self.decoder.rerank_head(self.decoder(memory, users, codes)[:, -1])
+        vectors = memory.states.new_zeros((*there.shape, self.config.tower_size), dtype=torch.float32)
+        vectors[there] = self.decoder.rerank_head(self.decoder(memory, users, codes)[:, -1]).float()
         return vectors
 
     def _features(self, content: torch.Tensor, item_ids: torch.LongTensor | None) -> torch.Tensor:
