@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python recipes/benchmark_index.py --json recipes/results/benchmark_index.json
 
 Items and users are random; every SID has the same number of items. Seconds are medians over `--repeats`, milliseconds
-over `--queries` users, each with SIDs of its own, one user at a time. Files are read from the system's page cache.
+over `--queries` users, each with SIDs of its own, one user at a time; `cpu` marks processor time. Files are read from
+the system's page cache.
 """
 
 from __future__ import annotations
@@ -42,37 +43,49 @@ def make_catalog(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np.n
     return np.array([f"B{number:09d}" for number in order]), codes[order], embeddings
 
 
-def timed(function, repeats: int) -> tuple[float, object]:
-    """Median wall-clock seconds of a call, and what the last one gave."""
-    laps, result = [], None
-    for _ in range(repeats):
-        result = None  # the one before is no longer needed in memory
-        start = time.perf_counter()
+class Laps:
+    """Wall-clock and processor seconds of the calls of a function; the two part where a machine is busy."""
+
+    def __init__(self):
+        self.wall, self.processor = [], []
+
+    def __call__(self, function):
+        start = time.perf_counter(), time.process_time()
         result = function()
-        laps.append(time.perf_counter() - start)
-    return statistics.median(laps), result
+        self.wall.append(time.perf_counter() - start[0])
+        self.processor.append(time.process_time() - start[1])
+        return result
+
+    def medians(self, name: str) -> dict:
+        return {f"{name}_s": statistics.median(self.wall), f"{name}_cpu_s": statistics.median(self.processor)}
 
 
 def time_queries(index: ItemIndex, args: argparse.Namespace) -> dict:
-    """Median and 95th percentile milliseconds to rerank one user's SIDs."""
-    rng = np.random.default_rng(args.seed + 1)
+    """Milliseconds to rerank one user's SIDs."""
+    rng, lap = np.random.default_rng(args.seed + 1), Laps()
     users = rng.standard_normal((args.queries, args.width), dtype=np.float32)
-    directory, laps = index.codes(), []
+    directory = index.codes()
     for user in users:
         codes = directory[rng.choice(index.num_sids, args.sids, replace=False)]
-        start = time.perf_counter()
-        index.rerank(user[None], codes[None], args.per_sid_limit, args.k)
-        laps.append(1000 * (time.perf_counter() - start))
-    return {"rerank_ms": statistics.median(laps), "rerank_p95_ms": float(np.quantile(laps, 0.95))}
+        lap(lambda user=user, codes=codes: index.rerank(user[None], codes[None], args.per_sid_limit, args.k))
+    wall, processor = np.array(lap.wall) * 1000, np.array(lap.processor) * 1000
+    percentiles = {"rerank_ms": np.median(wall), "rerank_p95_ms": np.quantile(wall, 0.95)}
+    percentiles |= {"rerank_cpu_ms": np.median(processor), "rerank_cpu_p95_ms": np.quantile(processor, 0.95)}
+    return {name: float(value) for name, value in percentiles.items()}
 
 
-def time_refresh(index: ItemIndex, catalog: tuple, folder: Path, args: argparse.Namespace) -> dict:
+def time_refresh(catalog: tuple, folder: Path, args: argparse.Namespace) -> dict:
     """Seconds to update a share of the items, to publish, and for a reader to go over: a half of the share changes, a
     quarter is new, a quarter leaves."""
     ids, codes, embeddings = catalog
     rng, number = np.random.default_rng(args.seed + 2), int(args.changed_share * len(ids))
-    shuffled = rng.permutation(len(ids))
-    seconds = {"update_s": [], "publish_s": [], "reader_s": []}
+    shuffled, laps = rng.permutation(len(ids)), {name: Laps() for name in ("update", "publish", "follow", "refresh")}
+
+    def refresh(changes: tuple, removed: np.ndarray, writer: IndexWriter, reader: IndexReader) -> None:
+        fresh = laps["update"](lambda: reader.index.update(*changes, removed=removed))
+        laps["publish"](lambda: writer.publish(fresh, keep=2))
+        laps["follow"](reader.refresh)
+
     with IndexWriter(folder) as writer:
         reader = IndexReader(folder, *MADE_BY.values())
         for turn in range(args.repeats):
@@ -80,31 +93,25 @@ def time_refresh(index: ItemIndex, catalog: tuple, folder: Path, args: argparse.
             changed, new, removed = np.split(rows, [number // 2, 3 * number // 4])
             names = np.append(ids[changed], [f"new-{turn}-{row}" for row in new])
             sids, vectors = codes[rng.permutation(len(ids))[: len(names)]], -embeddings[np.append(changed, new)]
-            start = time.perf_counter()
-            fresh = reader.index.update(names, sids, vectors, removed=ids[removed])
-            laps = [time.perf_counter() - start]
-            for step in (lambda fresh=fresh: writer.publish(fresh, keep=2), reader.refresh):
-                start = time.perf_counter()
-                step()
-                laps.append(time.perf_counter() - start)
-            for lap, recorded in zip(laps, seconds.values(), strict=True):
-                recorded.append(lap)
-    seconds["refresh_s"] = [sum(laps) for laps in zip(*seconds.values(), strict=True)]
-    return {name: statistics.median(laps) for name, laps in seconds.items()}
+            changes = names, sids, vectors
+            laps["refresh"](lambda changes=changes, gone=ids[removed]: refresh(changes, gone, writer, reader))
+    return {name: value for step, lap in laps.items() for name, value in lap.medians(step).items()}
 
 
 def measure(catalog: tuple, precision: str, args: argparse.Namespace) -> dict:
     """All figures of one precision."""
-    row = {"precision": precision}
-    build = lambda: ItemIndex.build(*catalog, args.codebook_sizes, **MADE_BY, precision=precision)  # noqa: E731
-    row["build_s"], index = timed(build, args.repeats)
+    row, build, verified, unverified = {"precision": precision}, Laps(), Laps(), Laps()
+    for _ in range(args.repeats):
+        index = build(lambda: ItemIndex.build(*catalog, args.codebook_sizes, **MADE_BY, precision=precision))
     with tempfile.TemporaryDirectory() as folder:
         with IndexWriter(folder) as writer:
             writer.publish(index)
-        row["bytes"] = sum(path.stat().st_size for path in Path(folder).rglob("*"))
-        row["open_s"], _ = timed(lambda: open_index(folder), args.repeats)
-        row["open_without_hashes_s"], _ = timed(lambda: open_index(folder, verify=False), args.repeats)
-        row |= time_refresh(index, catalog, Path(folder), args)
+        row["bytes"] = sum(path.stat().st_size for path in Path(folder).rglob("*.npy"))
+        for _ in range(args.repeats):
+            verified(lambda: open_index(folder))
+            unverified(lambda: open_index(folder, verify=False))
+        row |= build.medians("build") | verified.medians("open") | unverified.medians("open_without_hashes")
+        row |= time_refresh(catalog, Path(folder), args)
     row |= time_queries(index, args)
     if precision == "int4" and packing.numkong is not None:
         row["numkong"], packing.numkong = packing.numkong.__version__, None
@@ -119,7 +126,7 @@ def main(args: argparse.Namespace) -> None:
     for precision in args.precisions:
         row = {"system": "index", **settings, **measure(catalog, precision, args)}
         row["threads"] = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))
-        # Linux counts in KiB, macOS in bytes; the peak includes the catalog, and the precisions before.
+        # Linux counts in KiB, macOS in bytes; includes the catalog, and what the precisions before took.
         row["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
             2**20 if sys.platform == "darwin" else 2**10
         )
@@ -137,7 +144,7 @@ if __name__ == "__main__":
     parser.add_argument("--items-per-sid", type=int, default=20)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--codebook-sizes", type=int, nargs="+", default=[2048, 512, 128])
-    parser.add_argument("--precisions", nargs="+", default=list(packing.PRECISIONS))
+    parser.add_argument("--precisions", nargs="+", default=["int8", "int4", "fp16"])
     parser.add_argument("--sids", type=int, default=512, help="candidate SIDs of a user")
     parser.add_argument("--per-sid-limit", type=int, default=5)
     parser.add_argument("--k", type=int, default=100)

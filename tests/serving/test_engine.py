@@ -87,6 +87,14 @@ def test_filters_hold_for_all_users(make_engine):
         assert set(seen.rows[user].tolist()) - {-1} == rest
 
 
+def test_of_items_that_share_a_sid_those_not_seen_may_come(make_model):
+    model = make_model((3, 3), catalog=[[0, 1], [0, 1], [2, 2]], max_history_length=2)
+    processor = DecoProcessor(["a", "b", "c"], model.catalog_codes, (3, 3), 2)
+    engine = RetrievalEngine(model, processor, dtype=torch.float32, compile=False)
+    found = engine.retrieve([["a"], ["a", "c", "b"], []], k=2, exclude_seen=True, deny_rows=[2])
+    assert engine.item_ids(found) == [["b"], [], ["a"]]
+
+
 def test_no_users(make_engine):
     engine = make_engine()
     assert engine.retrieve([], k=3).rows.shape == engine.search(engine.concepts([]), k=3).scores.shape == (0, 3)

@@ -159,7 +159,7 @@ class ItemIndex:
             keys=new_keys,
             offsets=offsets,
             item_ids=take_strings(join_strings(self.item_ids, names), order),
-            embeddings=PackedRows.join([self.embeddings, rows]).take(order),
+            embeddings=self.embeddings.merge(rows, order),
             tokenizer_version=self.tokenizer_version if tokenizer_version is None else tokenizer_version,
             generation=None,
         )

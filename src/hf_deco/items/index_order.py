@@ -33,10 +33,16 @@ def merged_order(
     """
     kept_keys, order = old_keys[kept], sorted_order(new_keys, new_ids)
     first, last = (np.searchsorted(kept_keys, new_keys[order], side) for side in ("left", "right"))
-    places = [
-        bisect_left(range(end), item_id, lo=start, key=lambda place: old_ids[kept[place]])
-        for start, end, item_id in zip(first.tolist(), last.tolist(), new_ids[order].tolist(), strict=True)
-    ]
+    data, offsets = old_ids.data, old_ids.offsets
+
+    def old_id(place: int) -> bytes:
+        row = kept[place]
+        return data[offsets[row] : offsets[row + 1]].tobytes()
+
+    # UTF-8 sorts as the text does.
+    names = [item_id.encode() for item_id in new_ids[order].tolist()]
+    bounds = zip(first.tolist(), last.tolist(), names, strict=True)
+    places = [bisect_left(range(end), name, lo=start, key=old_id) for start, end, name in bounds]
     return np.insert(kept, np.array(places, dtype=np.int64), len(old_keys) + order)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,8 +84,8 @@ class PackedRows:
     """Embeddings of items, packed row by row.
 
     INT8 and INT4 rows are symmetric: a value is its integer times the row's scale, which is the largest magnitude of
-    the row by 127 or 7. Packing a row depends on that row alone. INT8 keeps the order of near-identical items that INT4
-    loses.
+    the row by 127 or 7. Packing a row depends on that row alone. INT4 takes half the room of INT8, and is the first to
+    lose the order of near-identical items.
 
     Args:
         data (`np.ndarray`): `(N, d)` float16 or int8; or `(N, ceil(d / 2))` uint8, laid out as `pack_int4` does.
@@ -166,12 +165,17 @@ class PackedRows:
         scales = None if self.scales is None else self.scales[rows]
         return PackedRows(np.take(self.data, rows, axis=0), scales, self.width, self.precision)
 
-    @classmethod
-    def join(cls, parts: Sequence[PackedRows]) -> PackedRows:
-        """The rows of several of one width and precision, one behind the other."""
-        first = parts[0]
-        scales = None if first.scales is None else np.concatenate([part.scales for part in parts])
-        return cls(np.concatenate([part.data for part in parts]), scales, first.width, first.precision)
+    def merge(self, other: PackedRows, order: np.ndarray) -> PackedRows:
+        """Some of these rows and of others of the same width and precision, which are numbered on from these: row
+        `len(self)` is the other's first. In the order given, `(n,)`."""
+        new = np.flatnonzero(order >= len(self))
+        data = np.take(self.data, order, axis=0, mode="clip")
+        data[new] = other.data[order[new] - len(self)]
+        scales = None
+        if self.scales is not None:
+            scales = np.take(self.scales, order, mode="clip")
+            scales[new] = other.scales[order[new] - len(self)]
+        return PackedRows(data, scales, self.width, self.precision)
 
     def integers(self) -> np.ndarray:
         """The integers `(N, d)`, int8, of INT8 and INT4 rows."""

@@ -154,8 +154,8 @@ class RetrievalEngine:
         Raises:
             ValueError: If an item is unknown, or the model keeps more of a history than a concept.
         """
-        parts = [self._encode(inputs) for inputs in self._batches(histories)]
-        return Concepts.join(parts).select(self._back(histories))
+        order, batches = self._batches(histories)
+        return Concepts.join([self._encode(rows) for rows in batches]).select(order)
 
     @torch.inference_mode()
     def search(self, concepts: Concepts, k: int = 10, num_beams: int = 100, **filters) -> Retrieved:
@@ -191,10 +191,16 @@ class RetrievalEngine:
         Raises:
             ValueError: If an item is unknown, or an argument makes no sense.
         """
-        options = self._options(k, num_beams, filters) | {"exclude_seen": exclude_seen}
-        found = [self._generate(options, **inputs) for inputs in self._batches(histories)]
+        options, found, num_items = self._options(k, num_beams, filters), [], self.processor.num_items
+        order, batches = self._batches(histories)
+        for rows in batches:
+            if exclude_seen:  # by id, where the model would go by SID
+                seen = self.model.item_set([[row for row in history if row < num_items] for history in rows])
+                denied = [options["deny_rows"], seen] if "deny_rows" in options else [seen]
+            else:
+                denied = options.get("deny_rows")
+            found.append(self._generate(options | {"deny_rows": denied}, **self._inputs(rows)))
         found = _joined(found, k)
-        order = self._back(histories)
         return Retrieved(found.rows[order], found.scores[order])
 
     def item_ids(self, retrieved: Retrieved) -> list[list[str]]:
@@ -222,30 +228,24 @@ class RetrievalEngine:
         shape = (-1, options["num_return_sequences"])
         return Retrieved(output.item_rows.view(shape).cpu(), output.sequences_scores.view(shape).cpu())
 
-    def _encode(self, inputs: dict) -> Concepts:
-        output = self.model.encode(**inputs)
+    def _encode(self, rows: list[list[int]]) -> Concepts:
+        output = self.model.encode(**self._inputs(rows))
         if output.concepts is None:
             raise ValueError("A full backbone keeps no concepts: `retrieve` searches from histories.")
         return Concepts(output.concepts, output.copies)
 
-    def _order(self, histories: list[list[str]]) -> list[int]:
-        """Users by length of history: those of one micro-batch then cost alike."""
-        return sorted(range(len(histories)), key=lambda user: len(histories[user]))
+    def _inputs(self, rows: list[list[int]]) -> dict:
+        inputs = self.processor(item_rows=rows, padding_side="left")
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
-    def _back(self, histories: list[list[str]]) -> torch.LongTensor:
-        """Where each user's answer lies among those of all micro-batches."""
-        return torch.tensor(self._order(histories), dtype=torch.long).argsort()
-
-    def _batches(self, histories: list[list[str]]):
-        """Inputs of the model, micro-batch by micro-batch; all are checked before the first is computed."""
-        order = self._order(histories)
-        inputs = self.processor([histories[user] for user in order], padding_side="left")
-        for start in range(0, max(1, len(order)), self.max_batch_size):
-            codes, mask = (
-                inputs[name][start : start + self.max_batch_size] for name in ("item_codes", "attention_mask")
-            )
-            columns = max(1, int(mask.sum(1).max())) if len(mask) else 1
-            yield {"item_codes": codes[:, -columns:], "attention_mask": mask[:, -columns:]}
+    def _batches(self, histories: list[list[str]]) -> tuple[torch.LongTensor, list[list[list[int]]]]:
+        """Item rows of histories in micro-batches, by length, so that those of one cost alike; and where each user's
+        answer lies among those of all batches. Unknown items are found here, before anything is computed."""
+        rows = [self.processor.rows_of(history) for history in histories]
+        order = sorted(range(len(rows)), key=lambda user: len(rows[user]))
+        starts = range(0, max(1, len(order)), self.max_batch_size)
+        batches = [[rows[user] for user in order[start : start + self.max_batch_size]] for start in starts]
+        return torch.tensor(order, dtype=torch.long).argsort(), batches
 
 
 def _joined(parts: list[Retrieved], k: int) -> Retrieved:
