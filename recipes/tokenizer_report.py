@@ -66,19 +66,18 @@ def _level_columns(rows: list[dict]) -> tuple:
 
 
 def _table(rows: list[dict], columns) -> str:
-    head = ["tokenizer", "seeds", *(name for name, *_ in columns), "s"]
+    head = ["tokenizer", "seeds", *(name for name, *_ in columns)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for system in _values(rows, lambda row: row["system"]):
         found = [row for row in rows if row["system"] == system]
         cells = [_cell([value(row["metrics"]) for row in found], form) for _, value, form in columns]
-        seconds = _cell([row["wall_s"] for row in found], "{:.0f}", deviation=False)
-        lines.append("| " + " | ".join([system, str(len(found)), *cells, seconds]) + " |")
+        lines.append("| " + " | ".join([system, str(len(found)), *cells]) + " |")
     return "\n".join(lines)
 
 
-def _cell(values: list[float], form: str, deviation: bool = True) -> str:
+def _cell(values: list[float], form: str) -> str:
     mean = form.format(statistics.mean(values))
-    return f"{mean} ± {form.format(statistics.stdev(values))}" if deviation and len(values) > 1 else mean
+    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]):
@@ -137,7 +136,7 @@ def _draw_panel(axis, title: str, rows: list[dict], colors: dict[str, str]) -> N
             if shape == "progressive":
                 axis.annotate(system, (1000 * x, 100 * y), textcoords="offset points", xytext=(5, 4), fontsize=7)
     axis.set(title=title, xlabel="MSE, 1e-3", ylabel="items that share a SID, %")
-    axis.margins(0.2)
+    axis.margins(0.3, 0.2)
     axis.grid(alpha=0.3)
 
 

@@ -24,7 +24,8 @@ class IndexWriter:
     """The one writer of a folder of generations.
 
     A generation is written to a folder aside, `gen-<n>`, never to be changed; then the small file `CURRENT` is replaced
-    by one that names it. A writer that dies at any point leaves the old generation or the new one. Use it as a context:
+    by one that names it. A writer that dies at any point leaves the old generation or the new one. Use it from one
+    thread, as a context:
 
     ```python
     with IndexWriter("index") as writer:
