@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from .models.configuration_gear import GearConfig
+from .models.filters_sid import ItemSet
 from .models.generation_config_sid import SIDGenerationConfig, SIDGenerationOutput
 from .models.generation_sid import TrieLogitsProcessor
 from .models.modeling_backbone import BackboneForSIDRetrieval
@@ -42,6 +43,7 @@ __all__ = [
     "DecoProcessor",
     "GearConfig",
     "GearForSIDRetrieval",
+    "ItemSet",
     "SIDGenerationConfig",
     "SIDGenerationOutput",
     "SIDRetrievalPipeline",

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
@@ -53,12 +53,15 @@ def push_checkpoint(
 
     Raises:
         OSError: If the folder is no whole checkpoint.
-        ValueError: If its parts do not go together, or others could not load it. Nothing is pushed then.
+        ValueError: If its parts do not go together, others could not load it, or there is no token. Nothing is pushed
+            then.
     """
     check_folder(folder)
     files = {file.relative_to(folder).as_posix(): file for file in sorted(Path(folder).rglob("*")) if file.is_file()}
     names = list(filter_repo_objects(files, ignore_patterns=LEFT_BEHIND))
     api = HfApi(token=token)
+    if token is None and get_token() is None:
+        raise ValueError("`token` is missing: log in by `hf auth login`, set the variable HF_TOKEN, or give one.")
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -89,7 +92,10 @@ def check_folder(folder: str | os.PathLike) -> None:
     refuse_root_adapter(path)
     config = AutoConfig.from_pretrained(path)
     if not isinstance(config, SIDRetrievalConfig):
-        raise ValueError(f"`folder` {path!r} holds a {config.model_type!r} model, which is not of hf_deco.")
+        raise ValueError(
+            f"`folder` {path!r} holds a {config.model_type!r} model, not one of hf_deco that retrieves items by a "
+            "processor: push it by its own `push_to_hub`."
+        )
     try:
         check_checkpoint(path, type(config), config)
         with safe_open(find_catalog(path), "pt") as weights:

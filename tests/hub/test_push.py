@@ -35,6 +35,15 @@ def test_a_whole_checkpoint_gets_as_far_as_the_hub(folder):
         push_checkpoint(folder, "me/deco")
 
 
+def test_without_a_token_nothing_is_sent(folder, monkeypatch, capsys):
+    monkeypatch.setattr(hub, "HfApi", lambda token: None)
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    assert main(["push", str(folder), "me/deco"]) == 1
+    assert "hf-deco push: `token` is missing: log in by `hf auth login`" in capsys.readouterr().err
+    with pytest.raises(AttributeError, match="create_repo"):
+        push_checkpoint(folder, "me/deco", token="given")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -88,7 +97,7 @@ def test_weights_without_a_catalog_are_refused(folder):
 
 def test_another_librarys_model_is_refused(folder):
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ValueError, match="holds a 'bert' model, which is not of hf_deco"):
+    with pytest.raises(ValueError, match="holds a 'bert' model, not one of hf_deco that retrieves items"):
         push_checkpoint(folder, "me/deco")
 
 

@@ -68,8 +68,17 @@ def test_batches_hold_items_of_their_time(embeddings):
     np.testing.assert_allclose(batch, EmbeddingDrift(embeddings, "shifted_mean").at(1)[rows])
 
 
+def test_nothing_may_happen(embeddings):
+    drift = EmbeddingDrift(embeddings, "none")
+    np.testing.assert_array_equal(drift.at(1), embeddings)
+    assert drift.present(0).all()
+    (first, batch), (second, _) = drift.batches(2, 10)
+    np.testing.assert_array_equal(batch, embeddings[first])
+    assert set(first.tolist()) != set(second.tolist())
+
+
 def test_bad_input(embeddings):
-    with pytest.raises(ValueError, match="`kind` must be one of rotation, new_topics, shifted_mean, got 'noise'"):
+    with pytest.raises(ValueError, match="`kind` must be one of none, rotation, new_topics, shifted_mean, got 'noise'"):
         EmbeddingDrift(embeddings, "noise")
     with pytest.raises(ValueError, match="no variance"):
         EmbeddingDrift(np.ones((4, 2)), "rotation")

@@ -207,10 +207,11 @@ def test_running_means_move_in_training_alone(batch):
     before = model.quantizer.levels[0].codebook.clone()
     model(**batch)
     assert torch.equal(model.quantizer.levels[0].codebook, before)
-    bad = {**batch, "weights": -batch["weights"]}
-    with pytest.raises(ValueError, match="`weights`"):
-        model.train()(**bad)
-    assert torch.equal(model.quantizer.levels[0].codebook, before)  # a bad batch changed nothing
+    model.train().config.loss_weights["ltr"] = 0.0  # so that the first to read labels is the reranker
+    for name in ("weights", "labels"):
+        with pytest.raises(ValueError, match=f"`{name}` must be finite and not negative"):
+            model(**{**batch, name: -1 - batch[name]})
+        assert torch.equal(model.quantizer.levels[0].codebook, before)  # a bad batch changed nothing
     model(**batch)
     assert not torch.equal(model.quantizer.levels[0].codebook, before)
 

@@ -142,6 +142,20 @@ def test_one_more_step_gives_the_vectors_that_rank(model, batch, memory, catalog
     model.config.normalize_over = "vocabulary"
 
 
+def test_vectors_of_sids_whose_last_codes_are_forced(batch):
+    """A search that spares forced levels their states has none to read on from: the reranker asks for all."""
+    model = make_gear(normalize_over="children")
+    model.set_catalog(torch.tensor([[0, 0, 1], [0, 2, 3], [1, 1, 0], [2, 0, 4], [2, 0, 2], [3, 1, 1]]))
+    memory = model.encode_memory(**users_of(batch))
+    options = {"num_beams": 8, "num_return_sequences": 8, "return_dict_in_generate": True}
+    output = model.generate(memory=memory, rerank=True, **options)
+    close(output.rerank_vectors.view(4, 8, 6), model.rerank_vectors(memory, output.sequences.view(4, 8, 3)))
+    assert torch.equal(output.sequences, model.generate(memory=memory, **options).sequences)
+    close(output.sequences_scores.view(4, 8).exp().sum(1), torch.ones(4))
+    few = model.generate(memory=memory, rerank=True, num_beams=8, num_return_sequences=2, return_dict_in_generate=True)
+    close(few.rerank_vectors.view(4, 2, 6), output.rerank_vectors.view(4, 8, 6)[:, :2])
+
+
 def test_vectors_of_a_single_level():
     model = make_gear(codebook_size=[6])
     memory = model.encode_memory(**users_of(make_batch()))

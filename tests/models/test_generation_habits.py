@@ -1,12 +1,14 @@
 """What users of transformers do with any model: other types, devices, compilation, inference mode, saved options."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from transformers import AutoModel
 
 from hf_deco import SIDGenerationConfig
+from hf_deco.models.inference_sid import EAGER, Kernels
 
 KINDS = [("deco", "fused"), ("deco", "flat"), ("backbone", "fused"), ("backbone", "flat")]
 LENGTHS = [3, 0, 5, 1]
@@ -163,6 +165,18 @@ def test_copies_of_a_model_search_alone(build, make_histories):
         for parameter in model.parameters():
             parameter.zero_()
     assert_close(search(twin, *inputs), expected, 1e-6)
+
+
+@pytest.mark.parametrize("kernels", [EAGER, Kernels.compiled()], ids=["eager", "compiled"])
+def test_models_are_pickled_and_copied_with_their_kernels(build, make_histories, kernels):
+    model = build(KINDS[0])
+    model.kernels = kernels
+    twins = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+    inputs = make_histories(model, LENGTHS)
+    for twin in twins:
+        assert (twin.kernels is EAGER) == (kernels is EAGER)
+        twin.kernels = model.kernels = EAGER  # spares the seconds of a compiler
+        assert_close(search(twin, *inputs), search(model, *inputs), 1e-6)
 
 
 def test_saved_options_are_honoured_and_a_call_goes_over_them(make_model, make_histories, tmp_path):

@@ -1,5 +1,8 @@
 """The engine answers as `generate` does, from histories and from kept states."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 
@@ -136,6 +139,33 @@ def test_compiled_engine_answers_as_the_eager_one(make_engine):
     plain, fast = (found.retrieve(HISTORIES, k=6, num_beams=20) for found in (engine, compiled))
     assert plain.rows.tolist() == fast.rows.tolist()
     torch.testing.assert_close(plain.scores, fast.scores)
+
+
+def test_what_was_not_compiled_is_told(make_engine, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 0)
+    with pytest.raises(RuntimeError, match="`compile` is set, but torch compiled nothing"):
+        make_engine(compile=True)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_threads_are_answered_as_one(make_model, model_type):
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"model_type": model_type, "vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
+    model = make_model((6, 5, 4), 40, kind="backbone", text_config=shape | {"num_key_value_heads": 2})
+    processor = DecoProcessor([f"i{row}" for row in range(40)], model.catalog_codes, (6, 5, 4))
+    engine = RetrievalEngine(model, processor, dtype=torch.float32, compile=False, max_batch_size=2, warm_up=False)
+    attention, start = model.backbone.config._attn_implementation, Barrier(6)
+
+    def ask(turn):
+        start.wait()
+        return [engine.retrieve(HISTORIES, k=5, deny_rows=[turn % 2]).rows.tolist() for _ in range(3)]
+
+    with ThreadPoolExecutor(6) as threads:
+        rows = list(threads.map(ask, range(6)))
+    expected = [engine.retrieve(HISTORIES, k=5, deny_rows=[turn]).rows.tolist() for turn in (0, 1)]
+    assert rows == [[expected[turn % 2]] * 3 for turn in range(6)]
+    assert model.backbone.config._attn_implementation == attention
 
 
 def test_opens_a_checkpoint(make_engine, tmp_path):

@@ -1,4 +1,4 @@
-"""Streams whose distribution moves: real embeddings, and one of three things that happen to them over time."""
+"""Streams whose distribution moves: real embeddings, and what happens to them over time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from .projection import check_variance
 from .rq_kmeans import RQKMeans
 
 # What happens, and how much of it by default; see `EmbeddingDrift`.
-DRIFTS = {"rotation": 1.0, "new_topics": 0.5, "shifted_mean": 1.0}
+DRIFTS = {"none": 0.0, "rotation": 1.0, "new_topics": 0.5, "shifted_mean": 1.0}
 NUM_TOPICS = 20
 
 
 class EmbeddingDrift:
     """Embeddings as a function of a time that runs from 0 to 1; at time 0 they are as given.
 
+    - `"none"`: nothing; what a tokenizer changes on such a stream, it changes for no reason.
     - `"rotation"`: an encoder that turns. In a random orthonormal basis every pair of coordinates turns by `strength`
       radians until time 1. Distances between items stay.
     - `"new_topics"`: a catalog that grows. Of 20 k-means clusters a share `strength`, drawn at random, is absent at
@@ -27,8 +28,8 @@ class EmbeddingDrift:
 
     Args:
         embeddings (array-like of shape `(N, d)`): one row an item.
-        kind (`str`): one of the three.
-        strength (`float`, *optional*): how much happens until time 1: 1, 0.5 and 1 in the order above when left out.
+        kind (`str`): one of the four.
+        strength (`float`, *optional*): how much happens until time 1; the values of `DRIFTS` when left out.
         seed (`int`): seed of what is drawn.
 
     Raises:
@@ -53,7 +54,7 @@ class EmbeddingDrift:
             centred = self.embeddings - self.embeddings.mean(axis=0)
             distance = float(np.sqrt(np.square(centred).sum(axis=1).mean()))
             self._shift = (self.strength * distance / np.linalg.norm(direction) * direction).astype(np.float32)
-        else:
+        elif kind == "new_topics":
             self._appears = self._topic_times(rng)
 
     def at(self, time: float, rows: np.ndarray | None = None) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Attention of beams over a history that all beams of a user share, merged with each beam's own suffix."""
 
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 SHARED_HISTORY = "sid_shared_history"
+# Layers look their attention up in the model's configuration, which threads share: one reads at a time.
+CONFIGURED_ATTENTION = threading.RLock()
 
 
 @dataclass
@@ -115,9 +118,10 @@ AttentionInterface.register(SHARED_HISTORY, shared_history_attention)
 @contextmanager
 def attention_over_shared_history(transformer: nn.Module):
     """Let a decoder-only model attend over a [`SharedHistory`], given to its `forward` as `shared_history`."""
-    before = transformer.config._attn_implementation
-    transformer.config._attn_implementation = SHARED_HISTORY
-    try:
-        yield
-    finally:
-        transformer.config._attn_implementation = before
+    with CONFIGURED_ATTENTION:
+        before = transformer.config._attn_implementation
+        transformer.config._attn_implementation = SHARED_HISTORY
+        try:
+            yield
+        finally:
+            transformer.config._attn_implementation = before

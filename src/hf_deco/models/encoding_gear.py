@@ -32,7 +32,9 @@ class GearEncodingMixin:
 
     @torch.no_grad()
     def encode_items(self, content: torch.Tensor, item_ids: torch.LongTensor | None = None) -> ItemEncoding:
-        """Vectors and SIDs of items, in one pass. What an item gets does not depend on the others.
+        """Vectors and SIDs of items, in one pass.
+
+        What an item gets does not depend on the others: a catalog too large for one call may be given in parts.
 
         Args:
             content (`torch.Tensor` of shape `(N, d)`): Content embeddings.
@@ -66,13 +68,11 @@ class GearEncodingMixin:
         vectors = features.new_empty((len(features), self.config.tower_size), dtype=torch.float32)
         piece = features.new_zeros((ENCODE_ROWS, features.shape[1]))
         for start in range(0, len(features), ENCODE_ROWS):
-            part = features[start : start + ENCODE_ROWS]
-            piece[: len(part)] = part
+            here = slice(start, start + ENCODE_ROWS)
+            count = len(features[here])
+            piece[:count] = features[here]
             states, outputs = self.item_tower(piece)
-            hidden[start : start + len(part)], vectors[start : start + len(part)] = (
-                states[: len(part)],
-                outputs[: len(part)],
-            )
+            hidden[here], vectors[here] = states[:count], outputs[:count]
         return hidden, vectors
 
     @torch.no_grad()

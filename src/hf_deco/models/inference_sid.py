@@ -84,14 +84,19 @@ class Kernels:
 
     @classmethod
     def compiled(cls) -> "Kernels":
-        """All of them compiled, for tokens of any number.
-
-        Every shape of weights, type of numbers and autocast state takes a graph of its own; where they were more than
-        the compiler's limit, it would go back to eager in silence.
-        """
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+        """All of them compiled, for tokens of any number."""
         functions = {name: getattr(EAGER, name) for name in cls.__dataclass_fields__}
         return cls(**{name: torch.compile(function, dynamic=True) for name, function in functions.items()})
+
+    def __reduce__(self):
+        # So that a model can be pickled: what is compiled cannot, and is compiled anew.
+        return "EAGER" if self is EAGER else (Kernels.compiled, ())
+
+    def allow_graphs(self) -> None:
+        """Let this thread compile as many graphs as there are shapes of weights, types of numbers and autocast states;
+        above its limit, which torch keeps by thread, the compiler would go back to eager."""
+        if self is not EAGER and torch._dynamo.config.recompile_limit < _MOST_GRAPHS:
+            torch._dynamo.config.recompile_limit = _MOST_GRAPHS
 
 
 EAGER = Kernels()
@@ -207,6 +212,7 @@ class FlatTransformer:
     """
 
     def __init__(self, model: Qwen2Model, kernels: Kernels = EAGER):
+        kernels.allow_graphs()
         self.model, self.kernels = model, kernels
         config = model.config
         self.num_layers, self.eps = config.num_hidden_layers, config.rms_norm_eps

@@ -7,7 +7,7 @@ caches, for any other.
 import torch
 from transformers import DynamicCache
 
-from .attention_sid import SharedHistory, attention_over_shared_history
+from .attention_sid import CONFIGURED_ATTENTION, SharedHistory, attention_over_shared_history
 from .beam_search_sid import PrefixStates
 from .decoder_sid import CodeDecoder, DecoderContext
 from .inference_sid import EAGER, FlatTransformer, Kernels, Layout
@@ -116,9 +116,10 @@ class BackboneScorer:
         model, per_item = self.model, self.model.config.tokens_per_item
         self.mask = mask.repeat_interleave(per_item, 1)
         history = DynamicCache()  # without a configuration: a sliding window would drop the oldest items
-        output = model.backbone(
-            inputs_embeds=model._tokens(item_codes), attention_mask=self.mask, cache=history, use_cache=True
-        )
+        with CONFIGURED_ATTENTION:
+            output = model.backbone(
+                inputs_embeds=model._tokens(item_codes), attention_mask=self.mask, cache=history, use_cache=True
+            )
         # Padding is never read, but 0 times NaN would be NaN.
         padding = ~self.mask[:, :, None, None]
         self.keys = [layer.keys.transpose(1, 2).masked_fill(padding, 0) for layer in history.layers]

@@ -231,8 +231,9 @@ class SIDTrie:
     def item_positions(self) -> torch.LongTensor:
         """Position in `item_rows` of every catalog row, `(N,)`; made when first asked for."""
         if self._item_positions is None:
-            self._item_positions = torch.empty_like(self.item_rows)
-            self._item_positions[self.item_rows] = torch.arange(self.num_items, device=self.device)
+            positions = torch.empty_like(self.item_rows)
+            positions[self.item_rows] = torch.arange(self.num_items, device=self.device)
+            self._item_positions = positions  # whole: another thread may ask meanwhile
         return self._item_positions
 
     def _level_edge_keys(self, level: int) -> torch.Tensor:

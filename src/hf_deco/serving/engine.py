@@ -130,18 +130,18 @@ class RetrievalEngine:
         """Open a checkpoint folder or a repository of the Hub; `options` are arguments of the class."""
         return cls(AutoModel.from_pretrained(path), DecoProcessor.from_pretrained(path), **options)
 
+    @torch.inference_mode()
     def warm_up(self, num_beams: int = 100) -> None:
         """Search for a few users, so that everything is compiled and allocated.
 
         Raises:
             RuntimeError: If compiling was asked for and nothing was compiled.
         """
-        graphs = _num_graphs()
         items = self.processor.item_ids
         histories = [[items[(user + place) % self.processor.num_items] for place in range(3)] for user in range(4)]
         for number in (4, 2, 1):  # a batch, another size of it, and one user
             self.retrieve(histories[:number], k=1, num_beams=num_beams)
-        if self.compiled and self.model._flat_backbone() is not None and _num_graphs() == graphs and graphs == 0:
+        if self.compiled and self.model._flat_backbone() is not None and _num_graphs() == 0:
             raise RuntimeError("`compile` is set, but torch compiled nothing: set it to False, or see torch's log.")
 
     @torch.inference_mode()
