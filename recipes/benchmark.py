@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import resource
 import shlex
 import sys
 import time
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from benchmark_trie import peak_mib
 from transformers import set_seed
 
 from hf_deco import BackboneConfig, BackboneForSIDRetrieval, DecoConfig, DecoForSIDRetrieval
@@ -159,11 +159,6 @@ def build(system: str, point: Point, codes: torch.Tensor, args) -> torch.nn.Modu
     model = model.eval().to(args.dtype)
     model.set_catalog(codes)
     return model
-
-
-def peak_mib() -> float:
-    """Peak resident memory of this process so far; one point run alone tells its own."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 class Work:
@@ -305,7 +300,7 @@ def make_row(name: str, point: Point, laps: np.ndarray, floor: tuple[float, floa
     for place, part in enumerate(("prefill", "search")):
         row[f"{part}_floor_ms_per_user"] = None if floor is None else floor[place] * per_user
     row["floor_ms_per_user"] = None if floor is None else sum(floor) * per_user
-    row["peak_rss_mib"] = peak_mib()
+    row["peak_rss_mib"] = peak_mib()  # so far; one point run alone tells its own
     return row | {"seed": args.seed, "command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat()}
 
 

@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 
 _Formatter = argparse.RawDescriptionHelpFormatter
 _CATEGORIES = "categories"
+# A refused connection is an error of the Hub's HTTP client, whichever that is, and none of the Hub's own.
+_HTTPError = HfHubHTTPError.__bases__[0]
 
 DESCRIPTION = """\
 Generative recommendation: items get semantic IDs, a model reads a user's history once and spells the next items.
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     command = parser.parse_args(argv[:1]).command
     try:
         COMMANDS[command](argv[1:])
-    except (ValueError, OSError, ImportError, StrictDataclassError) as error:
+    except (ValueError, OSError, ImportError, StrictDataclassError, _HTTPError) as error:
         print(f"hf-deco {command}: {error}", file=sys.stderr)
         return 1
     return 0

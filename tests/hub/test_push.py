@@ -1,9 +1,11 @@
 """What is refused before the Hub is asked anything."""
 
 import json
+import re
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
 from hf_deco import DecoProcessor, hub
@@ -33,6 +35,13 @@ def test_a_whole_checkpoint_gets_as_far_as_the_hub(folder):
         (folder / "adapter" / name).write_text("{}")
     with pytest.raises(AssertionError, match="The Hub was asked"):
         push_checkpoint(folder, "me/deco")
+
+
+def test_a_hub_that_cannot_be_reached_is_told(folder, monkeypatch, capsys):
+    monkeypatch.setattr(hub, "HfApi", lambda token: HfApi("http://127.0.0.1:1", token="none"))
+    monkeypatch.setattr(hub, "get_token", lambda: "none")
+    assert main(["push", str(folder), "me/deco"]) == 1
+    assert re.match(r"hf-deco push: .*(refused|connect)", capsys.readouterr().err)
 
 
 def test_without_a_token_nothing_is_sent(folder, monkeypatch, capsys):

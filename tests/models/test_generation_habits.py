@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, GenerationConfig
 
 from hf_deco import SIDGenerationConfig
 from hf_deco.models.inference_sid import EAGER, Kernels
@@ -195,6 +195,8 @@ def test_saved_options_are_honoured_and_a_call_goes_over_them(make_model, make_h
     assert loaded.generate(*inputs, generation_config=given).shape == (10, 3)
     assert loaded.generate(*inputs, generation_config=given, num_return_sequences=2).shape == (4, 3)
     assert loaded.generation_config.to_dict() == SIDGenerationConfig.from_pretrained(tmp_path).to_dict()
+    loaded.generation_config = GenerationConfig(num_beams=4)  # transformers' own, most of it unset
+    assert loaded.generate(*inputs).shape == (8, 3)
     replaced = AutoModel.from_pretrained(tmp_path, generation_config=given)
     assert replaced.generate(*inputs).shape == (10, 3)
 

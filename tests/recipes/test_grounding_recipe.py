@@ -52,6 +52,7 @@ def test_a_study_writes_rows_table_and_plot_and_is_not_run_twice(
     recipe.main()
     rows = json.loads((tmp_path / "grounding_beauty.json").read_text())
     systems = ["grounding", "deco_ce/grounded", "deco_ce/ungrounded"]
+    systems += ["deco_ce/grounded_lora", "deco_ce/ungrounded_lora"]
     assert [row["system"] for row in rows if row["seed"] == 3] == systems
     assert {row["system"] for row in rows if row["seed"] is None} == {"popularity", "text_neighbors", "cooccurrence"}
     assert [entry["epoch"] for entry in rows[0]["epochs"]] == [0, 1]

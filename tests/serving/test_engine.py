@@ -187,6 +187,7 @@ def test_opens_a_checkpoint(make_engine, tmp_path):
         (lambda make: make().retrieve([["i1"]], allow_rows=[[1]]), "`allow_rows` must be one list for all users"),
         (lambda make: make().retrieve([["i1"]], deny_rows=[40]), "`deny_rows` must hold rows of the catalog"),
         (lambda make: make().retrieve([["i1"], ["nothing"]]), "'nothing'"),
+        (lambda make: make().retrieve(["i1", "i2"]), "`items` must be a list of item ids, got the string 'i1'"),
     ],
 )
 def test_bad_arguments_are_named(make_engine, call, message):

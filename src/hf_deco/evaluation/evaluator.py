@@ -41,8 +41,13 @@ class Evaluator:
         ValueError: an option is not one of its values, or no example is left.
 
     Example:
-        >>> evaluator = Evaluator(split.test, split.item_counts, split.catalog, max_history_length=50)
-        >>> evaluator.evaluate_retrieved(item_indices)["ndcg@10"]
+        ```python
+        >>> options = {"max_history_length": 50}
+        >>> evaluator = Evaluator(split.test, split.item_counts, split.catalog, **options)  # doctest: +SKIP
+        >>> evaluator.evaluate_retrieved(item_indices)["ndcg@10"]  # doctest: +SKIP
+        0.0375
+
+        ```
     """
 
     def __init__(

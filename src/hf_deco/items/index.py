@@ -267,7 +267,8 @@ class ItemIndex:
         """Scores the items of every user's candidate SIDs by dot products, and returns the best.
 
         Args:
-            users (array-like of shape `(B, d)`): vector of every user.
+            users (array-like of shape `(B, d)`, or `(B, S, d)`): vector of every user; or of every candidate SID, as
+                GEAR's reranking head gives them.
             sids (array-like): candidates of every user: positions `(B, S)`, see `find`; or codes `(B, S, L)`, see
                 `find_codes`. A SID without items, or that stood before in the list, gives none.
             per_sid_limit (`int`, *optional*): items of one SID at most.
@@ -279,11 +280,11 @@ class ItemIndex:
         Raises:
             ValueError: an argument is malformed, a user is not finite, or a score is beyond float32.
         """
-        users, sids = _as_floats(users, "users"), _as_integers(sids, "sids")
-        self._check_width(users, "users")
-        if sids.ndim not in (2, 3) or len(sids) != len(users):
+        users, sids = self._check_users(users), _as_integers(sids, "sids")
+        if sids.ndim not in (2, 3) or sids.shape[: users.ndim - 1] != users.shape[:-1]:
             raise ValueError(
-                f"`sids` must be positions (B, S) or codes (B, S, L) for {len(users)} `users`, got shape {sids.shape}."
+                f"`sids` must be positions (B, S) or codes (B, S, L) for {len(users)} `users`, got shape {sids.shape} "
+                f"for {users.shape}."
             )
         for name, number in (("k", k), ("per_sid_limit", 1 if per_sid_limit is None else per_sid_limit)):
             if not isinstance(number, int | np.integer) or number < 1:
@@ -292,13 +293,27 @@ class ItemIndex:
         result = Reranked.empty(len(users), k, self.generation)
         for number, (user, starts, ends) in enumerate(zip(users, *ranges, strict=True)):
             groups, rows = spread(starts, drop_repeated(starts, ends))
-            scores = self.embeddings.scores(rows, user)
+            if user.ndim == 1:
+                scores = self.embeddings.scores(rows, user)
+            else:
+                scores = self.embeddings.pair_scores(rows, user, groups)
             if not np.isfinite(scores).all():
                 raise ValueError(f"`users` row {number} gives scores beyond float32; normalise it and the embeddings.")
             best = best_first(scores, groups, per_sid_limit, k)
             for array, values in ((result.rows, rows), (result.scores, scores), (result.sids, groups)):
                 array[number, : len(best)] = values[best]
         return result
+
+    def _check_users(self, users) -> np.ndarray:
+        """Vectors `(B, d)` or `(B, S, d)`, finite float32 of the width of the index."""
+        users = _to_numpy(users)
+        if users.ndim != 3:
+            users = _as_floats(users, "users")
+            self._check_width(users, "users")
+            return users
+        flat = _as_floats(users.reshape(-1, users.shape[2]), "users")
+        self._check_width(flat, "users")
+        return flat.reshape(users.shape)
 
     def ids(self, rows) -> list[list[str]]:
         """Item ids of rows `(B, k)`, without those that are -1."""

@@ -217,6 +217,33 @@ class PackedRows:
                     scores[first : first + _BLOCK] = products * (self.scales[block] * query.scales[0])
         return scores
 
+    def pair_scores(self, rows: np.ndarray, users: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """As `scores`, where every row meets a user of its own: row `rows[i]` meets `users[which[i]]`.
+
+        Args:
+            rows (`np.ndarray` of shape `(n,)`): row numbers.
+            users (`np.ndarray` of shape `(U, d)`): finite, float32.
+            which (`np.ndarray` of shape `(n,)`): rows of `users`.
+
+        Returns:
+            `np.ndarray` of shape `(n,)`, float32.
+        """
+        scores = np.empty(len(rows), dtype=np.float32)
+        queries = None if self.scales is None else PackedRows.pack(users, self.precision)
+        exact = np.float32 if self.width <= _FLOAT32_WIDTH else np.float64
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller sees what is not finite
+            for first in range(0, len(rows), _BLOCK):
+                here = slice(first, first + _BLOCK)
+                block = self.take(rows[here])
+                if queries is None:
+                    vectors = torch.from_numpy(block.data).float().numpy()
+                    scores[here] = np.einsum("nd,nd->n", vectors, users[which[here]])
+                else:
+                    integers = block.integers().astype(exact), queries.integers().astype(exact)[which[here]]
+                    products = np.einsum("nd,nd->n", *integers).astype(np.float32)
+                    scores[here] = products * (block.scales * queries.scales[which[here]])
+        return scores
+
     def reference_scores(self, user: np.ndarray) -> np.ndarray:
         """`scores` of all rows by plain 64-bit arithmetic, `(N,)` float32: what the fast way is tested against."""
         if self.scales is None:

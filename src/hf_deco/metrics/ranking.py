@@ -55,7 +55,7 @@ def compute_ranking(
 ) -> dict[str, float]:
     """One of the two metrics, `"ndcg"` or `"recall"`, at all cutoffs: overall as `"ndcg@10"`, and in the slices that
     `groups` names as `"new/ndcg@10"`."""
-    ks = (k,) if isinstance(k, int) else tuple(k)
+    ks = (k,) if isinstance(k, Integral) else tuple(k)
     if groups is not None and len(groups) != len(references):
         raise ValueError(f"`groups` has {len(groups)} lists for {len(references)} `references`; need one for each.")
     ranks = ranks_in_lists(predictions, [reference or None for reference in references])

@@ -245,7 +245,7 @@ def _sets(name: str, lists: list, trie: SIDTrie, num_users: int) -> list[ItemSet
 
 def _parse_rows(rows, name: str) -> tuple[torch.LongTensor, torch.LongTensor | None, int | None]:
     """Rows `(L,)`, user of each and number of users; None and None where all users share them."""
-    if isinstance(rows, list | tuple) and rows and all(_is_list(entry) for entry in rows):
+    if isinstance(rows, list | tuple) and rows and all(is_list(entry) for entry in rows):
         lists = [_flat_rows(entry, name) for entry in rows]
         lengths = torch.tensor([len(entry) for entry in lists])
         return torch.cat(lists), torch.arange(len(lists)).repeat_interleave(lengths), len(lists)
@@ -255,14 +255,15 @@ def _parse_rows(rows, name: str) -> tuple[torch.LongTensor, torch.LongTensor | N
     return _flat_rows(rows, name), None, None
 
 
-def _is_list(value) -> bool:
+def is_list(value) -> bool:
+    """Whether an argument is a list of any kind: tuples, ranges, arrays and tensors are."""
     return isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0
 
 
 def _flat_rows(rows, name: str) -> torch.LongTensor:
     """A flat list of integers as a tensor on the CPU."""
     try:
-        flat = torch.as_tensor(rows if _is_list(rows) else None).cpu()
+        flat = torch.as_tensor(rows if is_list(rows) else None).cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         flat = None
     inexact = flat is not None and (flat.is_floating_point() or flat.is_complex() or flat.dtype == torch.bool)

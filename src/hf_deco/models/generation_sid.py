@@ -1,7 +1,5 @@
 """`generate` of the models: a beam search over a catalog, and the same constraint for stock transformers."""
 
-import copy
-
 import torch
 from transformers import LogitsProcessor
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
@@ -108,11 +106,10 @@ class SIDGenerationMixin:
         self, generation_config: SIDGenerationConfig | None, **kwargs
     ) -> SIDGenerationConfig:
         """Options of one call: its keyword arguments, over the given configuration, over the checkpoint's."""
-        own = {name: value for name, value in vars(self.generation_config).items() if not name.startswith("_")}
-        given = {} if generation_config is None else vars(copy.deepcopy(generation_config))
-        given = {name: value for name, value in given.items() if value is not None and not name.startswith("_")}
-        called = {name: value for name, value in kwargs.items() if value is not None}
-        return SIDGenerationConfig(**{**own, **given, **called})
+        given, options = {} if generation_config is None else vars(generation_config), {}
+        for source in (vars(self.generation_config), given, kwargs):  # of any class: None is a default in all
+            options |= {name: value for name, value in source.items() if value is not None and name[0] != "_"}
+        return SIDGenerationConfig(**options)
 
     def adjust_generation_fn(
         self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path, *args, **kwargs

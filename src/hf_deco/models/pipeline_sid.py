@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Pipeline
 
+from .filters_sid import is_list
 from .generation_config_sid import DEFAULT_NUM_BEAMS, SIDGenerationConfig
 from .processing_deco import check_pair
 
@@ -78,11 +79,11 @@ class SIDRetrievalPipeline(Pipeline):
         """
         batch_size = self._batch_size if batch_size is None else batch_size
         batch_size = _BATCH_SIZE if batch_size is None else _count("batch_size", batch_size)
-        alone = isinstance(inputs, list | tuple) and not any(_is_list(history) for history in inputs)
+        alone = isinstance(inputs, list | tuple) and not any(is_list(history) for history in inputs)
         if isinstance(inputs, list | tuple):
             inputs = [Request(history) for history in ([inputs] if alone else inputs)]
         for name, items in (("allow_items", allow_items), ("deny_items", deny_items)):
-            if not _is_list(items) or not any(_is_list(entry) for entry in items):
+            if not is_list(items) or not any(is_list(entry) for entry in items):
                 kwargs[name] = items
             elif not isinstance(inputs, list) or len(items) != len(inputs):
                 given = f"{len(inputs)} histories" if isinstance(inputs, list) else "a stream of histories"
@@ -131,7 +132,7 @@ class SIDRetrievalPipeline(Pipeline):
 
     def _catalog_rows(self, items: list, unknown_items: str | None) -> list[int]:
         """Rows of ids in the model's catalog; known items outside it are never retrieved."""
-        if not _is_list(items):
+        if not is_list(items):
             raise ValueError(f"`allow_items` and `deny_items` must be lists of item ids, got {items!r}.")
         return [row for row in self.processor.rows_of(items, unknown_items) if row < self.processor.num_items]
 
@@ -150,7 +151,7 @@ class SIDRetrievalPipeline(Pipeline):
         each."""
         requests = [entry if isinstance(entry, Request) else Request(entry) for entry in input_]
         for request in requests:
-            if not _is_list(request.history):
+            if not is_list(request.history):
                 raise ValueError(
                     "A history must be a list of item ids: give one such list, or a list with one for each user; got "
                     f"{request.history!r}."
@@ -217,10 +218,6 @@ class SIDRetrievalPipeline(Pipeline):
         """Save model and processor: the checkpoint that `pipeline` opens again."""
         self.model.save_pretrained(save_directory, **kwargs)
         self.processor.save_pretrained(save_directory, **kwargs)
-
-
-def _is_list(value) -> bool:
-    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
 
 
 def _count(name: str, value: int) -> int:

@@ -162,8 +162,10 @@ class DecoProcessor(ProcessorMixin):
                 processor's own by default.
 
         Raises:
-            ValueError: If ids are not known, and not dropped; names them.
+            ValueError: If ids are not known, and not dropped; names them. If `items` is a string.
         """
+        if isinstance(items, str):
+            raise ValueError(f"`items` must be a list of item ids, got the string {items!r}.")
         items = [str(item) for item in items]
         rows = self.item_ids.find(items)
         unknown = [repr(item) for item, row in zip(items, rows, strict=True) if row < 0]

@@ -70,7 +70,8 @@ class Retrieved:
 class RetrievalEngine:
     """A model and its processor, set up to answer many users fast.
 
-    Results are those of `model.generate`. Users are answered in micro-batches of like history length.
+    Results are those of `model.generate`. Users are answered in micro-batches of like history length. Threads may share
+    an engine.
 
     Args:
         model ([`SIDRetrievalModel`]): The model; put into evaluation mode and, where `dtype` says so, converted.
@@ -126,9 +127,13 @@ class RetrievalEngine:
             self.warm_up()
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike, **options) -> RetrievalEngine:
-        """Open a checkpoint folder or a repository of the Hub; `options` are arguments of the class."""
-        return cls(AutoModel.from_pretrained(path), DecoProcessor.from_pretrained(path), **options)
+    def from_pretrained(
+        cls, path: str | os.PathLike, *, revision: str | None = None, token: str | None = None, **options
+    ) -> RetrievalEngine:
+        """Open a checkpoint folder, or a repository of the Hub at a revision; `options` are arguments of the class."""
+        where = {"revision": revision, "token": token}
+        where = {name: value for name, value in where.items() if value is not None}
+        return cls(AutoModel.from_pretrained(path, **where), DecoProcessor.from_pretrained(path, **where), **options)
 
     @torch.inference_mode()
     def warm_up(self, num_beams: int = 100) -> None:

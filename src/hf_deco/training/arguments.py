@@ -19,7 +19,8 @@ def option(default, help: str, **kwargs):
 
 def own_options(kind: type[TrainingArguments]) -> set[str]:
     """Names of the options that a class of arguments adds to, or changes of, transformers' own."""
-    return {name for base in kind.__mro__ if issubclass(base, DecoTrainingArguments) for name in base.__annotations__}
+    bases = [base for base in kind.__mro__ if issubclass(base, TrainingArguments) and base is not TrainingArguments]
+    return {name for base in bases for name in base.__annotations__}
 
 
 @dataclass
