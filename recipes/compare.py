@@ -99,13 +99,14 @@ def measure_speed(study: dict, batch_size: int = 32, num_beams: int = 100, round
     """Whole retrieval of the same test users by every system, one batch each in turn, in a new order every round."""
     args = DecoTrainingArguments(**study["options"], output_dir=study["output_dir"])
     _, _, split = prepare_log(args)
-    codes = SIDTable.load(shared_options(study)["sids"]).codes
+    shared = shared_options(study)
     batch_size = min(batch_size, len(split.test))
     models, batches = {}, {}
     for run in study["runs"]:
         folder = run_folder(study, run["system"], run.get("seeds", study["seeds"])[0])
         model = AutoModel.from_pretrained(folder / "model").eval()
         examples = ExampleDataset(split.test.truncate(model.config.max_history_length))
+        codes = SIDTable.load((shared | run.get("options", {}))["sids"]).codes
         batch = SIDCollator(codes)([examples[index] for index in range(batch_size)])
         batch.pop("target_items")
         models[run["system"]], batches[run["system"]] = model, batch

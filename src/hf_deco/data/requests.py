@@ -8,6 +8,8 @@ import numpy as np
 
 from .events import EVERYONE, EventLog
 
+RECENT = 20_000  # events before a request that tell what is popular
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -17,10 +19,10 @@ class Request:
         number (`int`): place in the order of time.
         user, period (`int`): who asks, and when.
         behaviors (`tuple` of `np.ndarray` of shape `(T_s,)`): items of every sequence before the request, oldest first.
-        candidates (`np.ndarray` of shape `(C,)`): distinct items: those of the request's events, then shown ones.
+        candidates (`np.ndarray` of shape `(C,)`): distinct items: those of the request's events, then shown, then popular ones.
         labels (`np.ndarray` of shape `(C,)`): the highest grade of their events; 0 for the others.
         weights (`np.ndarray` of shape `(C,)`): the sum of their events' business value, float32.
-        shown (`np.ndarray` of shape `(C,)`): whether they were seen: events and impressions are, fill-ins are not.
+        shown (`np.ndarray` of shape `(C,)`): whether they were seen: events and impressions are, popular items are not.
     """
 
     number: int
@@ -42,8 +44,10 @@ class Requests:
         log ([`EventLog`]): The log.
         lengths (`tuple[int, ...]`): Items of every behaviour's sequence that are kept, the latest.
         num_positives (`int`): Items of a request with an event that are candidates at most; which, is drawn.
-        num_negatives (`int`): Candidates without an event: impressions of the period, drawn; where there are too few,
-            items known in the period.
+        num_negatives (`int`): Candidates without an event that were shown in the period, drawn; where there are too few,
+            popular ones.
+        num_popular (`int`): Candidates without an event that are drawn from the latest events of all users: what makes
+            a list a question of taste, where bought against shown may be one of popularity alone.
         seed (`int`): What the draws depend on, together with the number of the request.
     """
 
@@ -53,10 +57,11 @@ class Requests:
         lengths: tuple[int, ...],
         num_positives: int = 8,
         num_negatives: int = 8,
+        num_popular: int = 0,
         seed: int = 0,
     ):
         self.log, self.lengths, self.seed = log, tuple(lengths), seed
-        self.num_positives, self.num_negatives = num_positives, num_negatives
+        self.num_positives, self.num_negatives, self.num_popular = num_positives, num_negatives, num_popular
         self._events = np.argsort(log.requests, kind="stable")
         first = np.flatnonzero(np.diff(log.requests[self._events], prepend=-1))
         self.offsets = np.append(first, len(self._events))
@@ -98,7 +103,7 @@ class Requests:
         if len(items) > self.num_positives:
             kept = np.sort(random.choice(len(items), self.num_positives, replace=False))
             items, labels, weights = items[kept], labels[kept], weights[kept]
-        others, shown = self._draw_negatives(user, period, bought, random)
+        others, shown = self._draw_negatives(number, bought, random)
         nothing = np.zeros(len(others))
         return Request(
             number,
@@ -119,16 +124,16 @@ class Requests:
         np.maximum.at(grades, place, self.log.grades[rows])
         return items, grades, np.bincount(place, self.log.weights[rows], minlength=len(items))
 
-    def _draw_negatives(self, user: int, period: int, bought: np.ndarray, random) -> tuple[np.ndarray, np.ndarray]:
+    def _draw_negatives(self, number: int, bought: np.ndarray, random) -> tuple[np.ndarray, np.ndarray]:
         """Items without an event, and which of them were shown."""
+        user, period = int(self.users[number]), int(self.periods[number])
         pool = np.concatenate([self._impressions(period, EVERYONE), self._impressions(period, user)])
-        drawn = _draw(pool, self.num_negatives, bought, random)
-        missing = self.num_negatives - len(drawn)
-        if not missing:
-            return drawn, np.ones(len(drawn), dtype=bool)
-        filling = random.integers(self.log.num_known(period), size=2 * missing)
-        filled = _draw(filling, missing, np.concatenate([bought, drawn]), random)
-        return np.concatenate([drawn, filled]), np.arange(len(drawn) + len(filled)) < len(drawn)
+        shown = _draw(pool, self.num_negatives, bought, random)
+        end = np.searchsorted(self.log.times, self.times[number], side="left")
+        recent = self.log.items[max(0, end - RECENT) : end]
+        wanted = self.num_popular + self.num_negatives - len(shown)
+        popular = _draw(recent, wanted, np.concatenate([bought, shown]), random)
+        return np.concatenate([shown, popular]), np.arange(len(shown) + len(popular)) < len(shown)
 
     def _impressions(self, period: int, user: int) -> np.ndarray:
         key = self._impression_keys(np.array(period), np.array(user))

@@ -77,7 +77,8 @@ def train_gear(args: GearTrainingArguments) -> dict[str, dict[str, float]]:
 def make_trainer(args: GearTrainingArguments, checkpoint: str | None = None) -> GearTrainer:
     """All parts of a run, at the state of a checkpoint where one is given."""
     log = prepare_stream(args)
-    requests = Requests(log, tuple(args.history_lengths), args.num_positives, args.num_negatives, args.seed)
+    drawn = args.num_positives, args.num_negatives, args.num_popular
+    requests = Requests(log, tuple(args.history_lengths), *drawn, seed=args.seed)
     stream = RequestStream(requests, args.per_device_train_batch_size, args.world_size)
     args = copy.copy(args)
     args.max_steps = _count_steps(args, stream)
@@ -116,7 +117,10 @@ def prepare_stream(args: GearTrainingArguments) -> EventLog:
     items, shared = read_item_texts(roles.items), copy.copy(args)
     # A table is embedded once for all runs; another cut of it has a folder of its own.
     shared.output_dir = str(Path(args.data_dir) / f"items{len(items)}")
-    return read_event_log(roles, items, prepare_embeddings(shared, items, resume=True))
+    embeddings = prepare_embeddings(shared, items, resume=True)
+    # Layers are initialised for numbers of size 1. Rows of length 1 and width d, as embedders give them, are scaled by
+    # sqrt(d); unscaled, the signal of a user dies in the tower, and all users get the same items.
+    return read_event_log(roles, items, embeddings / np.sqrt(np.square(embeddings).mean()))
 
 
 def make_config(args: GearTrainingArguments, log: EventLog) -> GearConfig:
@@ -149,6 +153,7 @@ def make_config(args: GearTrainingArguments, log: EventLog) -> GearConfig:
         intermediate_size=args.intermediate_size,
         loss_weights=weights if args.reranker else weights | {"rerank": 0.0},
         gain=args.gain,
+        initializer_range=args.initializer_range,
     )
 
 

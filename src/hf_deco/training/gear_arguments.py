@@ -21,8 +21,8 @@ ABLATIONS = {
     "frozen_sids": {"frozen_sids": True},
     "no_refresh": {"refresh_index": False},
 }
-_LOWEST = {"per_device_train_batch_size": 1, "num_positives": 1, "num_negatives": 0, "num_same_sid": 0, "min_grade": 0}
-_LOWEST |= {"ltr_steps": 0, "rq_steps": 0, "eval_users": 0, "per_sid_limit": 1, "min_purchases": 1}
+_LOWEST = {"per_device_train_batch_size": 1, "num_positives": 1, "num_negatives": 0, "num_popular": 0}
+_LOWEST |= {"num_same_sid": 0, "min_grade": 0, "ltr_steps": 0, "rq_steps": 0, "eval_users": 0, "per_sid_limit": 1, "min_purchases": 1}
 
 
 @dataclass
@@ -47,6 +47,7 @@ class GearTrainingArguments(TrainingArguments):
     history_lengths: list[int] = option([60, 30], "Items of every behaviour's sequence that are read, the latest.")
     num_positives: int = option(6, "Candidates of a request with an event, at most.")
     num_negatives: int = option(6, "Candidates of a request that were shown without an event, at most.")
+    num_popular: int = option(6, "Candidates of a request that were popular at the time, without an event.")
     num_same_sid: int = option(2, "Candidates of a request that share the SID of one with an event, at most.")
     min_grade: int = option(1, "Lowest grade of a candidate that the generator learns to spell; 0 for all shown.")
 
@@ -60,6 +61,7 @@ class GearTrainingArguments(TrainingArguments):
     num_heads: int = option(4, "Heads of its attentions.")
     head_dim: int = option(32, "Width of a head.")
     intermediate_size: int = option(128, "Width inside its gated feed-forward networks.")
+    initializer_range: float = option(0.05, "Standard deviation of fresh weights.")
     gain: str = option("linear", "What a label is worth in the ranking losses: `linear` or `exp2`.")
     loss_weights: list[float] = option([1.0, 1.0, 10.0, 1.0], "Weights of L_LTR, L_RQ, L_Gen and L_Rerank.")
 
@@ -80,6 +82,9 @@ class GearTrainingArguments(TrainingArguments):
 
     output_dir: str | None = option("runs/gear/run", "Folder of the run.")
     learning_rate: float = option(1e-3, "Learning rate.")
+    tower_rate: float = option(
+        0.1, "Factor of the learning rate of towers and quantizer once the generator learns: its SIDs should not run away."
+    )
     warmup_steps: float = option(50, "Steps of linear warm-up.")
     lr_scheduler_type: str = option("constant_with_warmup", "Schedule of the learning rate.")
     per_device_train_batch_size: int = option(128, "Requests per step and process.")
@@ -104,6 +109,8 @@ class GearTrainingArguments(TrainingArguments):
         for name, allowed in (("quantizer_method", QUANTIZERS), ("gain", GAINS), ("precision", PRECISIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if not 0 <= self.tower_rate < float("inf"):
+            raise ValueError(f"`tower_rate` must be finite and not negative, got {self.tower_rate}.")
         self._check_lists()
         self._check_stream()
         if self.system is None:

@@ -100,7 +100,8 @@ class RequestStream(IterableDataset):
     def _name(self) -> str:
         """Fingerprint of all that decides what comes when."""
         requests, log = self.requests, self.requests.log
-        options = (requests.seed, requests.lengths, requests.num_positives, requests.num_negatives, self.num_processes)
+        options = (requests.seed, requests.lengths, requests.num_positives, requests.num_negatives)
+        options += (requests.num_popular, self.num_processes)
         digest = sha256(repr(options).encode())
         for array in (self._bounds, log.users, log.items, log.times, log.grades, log.weights, log.shown_items):
             digest.update(np.ascontiguousarray(array).tobytes())
