@@ -361,3 +361,76 @@ def llm_options(options, item_texts, make_language_model, tmp_path_factory):
         "num_train_epochs": 2,
         "per_device_train_batch_size": 16,
     }
+
+
+# A small stream: shoppers who come back to their own four of 24 things; four more things enter in later weeks.
+WEEKS = 6
+
+
+@pytest.fixture(scope="session")
+def stream_folder(tmp_path_factory):
+    """Folder with `items.csv`, `users.csv`, `events.parquet`, `shown.csv`, `embeddings.npy` and `log.yaml`."""
+    folder, random = tmp_path_factory.mktemp("stream"), np.random.default_rng(0)
+    enters = np.append(np.zeros(24, dtype=int), [1, 3, 4, 5])
+    rows = []
+    for week in range(WEEKS):
+        for user in range(20):
+            for basket in range(2):
+                known = np.flatnonzero(enters <= week)
+                own = [(user + 6 * step) % 24 for step in range(4)]
+                bought = set(random.choice(own, 2, replace=False)) | {random.choice(known[-6:])}
+                time = week * 604_800 + int(random.integers(600_000))
+                rows += [(f"u{user}", f"i{item}", 1_000_000 + time, f"b{week}-{user}-{basket}") for item in bought]
+    events = pd.DataFrame(rows, columns=["user_id", "item_id", "timestamp", "basket"])
+    events["discounted"] = random.integers(0, 2, len(events))
+    events["price"] = random.uniform(0, 9, len(events)).round(2)
+    events["week"] = (events["timestamp"] - 1_000_000) // 604_800
+    events.to_parquet(folder / "events.parquet")
+    items = pd.DataFrame({"item_id": [f"i{item}" for item in range(29)]})  # the last is never seen
+    items["text"] = [f"thing {item}" for item in range(29)]
+    items["kind"] = [f"k{item % 3}" if item % 5 else None for item in range(29)]
+    items.to_csv(folder / "items.csv", index=False)
+    users = pd.DataFrame({"user_id": [f"u{user}" for user in range(0, 20, 2)], "age": ["old", "young"] * 5})
+    users.to_csv(folder / "users.csv", index=False)
+    shown = [(f"i{item}", week) for week in range(WEEKS) for item in random.choice(24, 10, replace=False)]
+    pd.DataFrame(shown, columns=["item_id", "week"]).to_csv(folder / "shown.csv", index=False)
+    np.save(folder / "embeddings.npy", random.standard_normal((29, 6)).astype(np.float32))
+    (folder / "log.yaml").write_text(
+        "items: {path: items.csv, features: {kind: null, item_id: 16}}\n"
+        "users: {path: users.csv, features: {age: null}}\n"
+        "events: {path: events.parquet, request: basket, weight: price, period: week,\n"
+        "         behaviors: {clicks: null, conversions: discounted}}\n"
+        "impressions: {path: shown.csv, period: week}\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stream_options(stream_folder, tmp_path_factory):
+    """Options of a GEAR run of seconds on that stream: 4 steps a week, the first evaluation after the second week."""
+    return {
+        "log": str(stream_folder / "log.yaml"),
+        "embeddings": str(stream_folder / "embeddings.npy"),
+        "data_dir": str(tmp_path_factory.mktemp("stream_data")),
+        "history_lengths": [6, 4],
+        "num_positives": 2,
+        "num_negatives": 2,
+        "num_popular": 2,
+        "codebook_sizes": [6, 4],
+        "tower_hidden_size": 12,
+        "tower_size": 8,
+        "code_size": 8,
+        "feature_size": 4,
+        "num_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 8,
+        "ltr_steps": 3,
+        "rq_steps": 2,
+        "num_beams": [6, 8],
+        "cutoffs": [3, 10],
+        "per_device_train_batch_size": 10,
+        "warmup_steps": 2,
+        "save_steps": 7,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
