@@ -23,8 +23,9 @@ $(READY): setup.cfg pyproject.toml Makefile
 demo: $(READY)
 	$(BIN)/hf-deco demo --output-dir runs/demo
 
+# One thread a worker: workers that share cores between many threads wait for each other.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check src recipes tests

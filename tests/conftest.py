@@ -424,6 +424,7 @@ def stream_options(stream_folder, tmp_path_factory):
         "num_heads": 2,
         "head_dim": 4,
         "intermediate_size": 8,
+        "seed": 0,
         "ltr_steps": 3,
         "rq_steps": 2,
         "num_beams": [6, 8],

@@ -85,7 +85,7 @@ def test_categories_are_numbered_and_missing_ones_are_told_from_unseen_ones(tabl
 def test_an_open_ended_feature_is_hashed_alike_everywhere():
     feature = Category.fit("brand", 10, pd.Series(["x"]))
     codes = feature.encode(pd.Series(["acme", None, "acme", "ACME"]))
-    assert codes.tolist() == [1440391391063188811, -1, 1440391391063188811, codes[3]] and codes[3] != codes[0] >= 0
+    assert codes.tolist() == [117741463367263792, -1, 117741463367263792, codes[3]] and codes[3] != codes[0] >= 0
     assert feature.entry == {"name": "brand", "size": 10, "hashed": True}
     numbers = Category.fit("size", [1, 2], pd.Series([1]))
     assert numbers.encode(pd.Series([2.0, np.nan, 7.0])).tolist() == [1, -1, 2]

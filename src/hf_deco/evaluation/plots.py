@@ -53,13 +53,16 @@ def plot_tradeoff(points: dict[str, tuple[float, float]], path: str | Path) -> N
     figure.savefig(path, dpi=130, format="png")
 
 
-def plot_lines(lines: dict[str, list[tuple[float, float]]], x_label: str, y_label: str, path: str | Path) -> None:
-    """Draw a line of points for every system, both axes logarithmic.
+def plot_lines(
+    lines: dict[str, list[tuple[float, float]]], x_label: str, y_label: str, path: str | Path, scale: str = "log"
+) -> None:
+    """Draw a line of points for every system.
 
     Args:
         lines (`dict[str, list[tuple[float, float]]]`): Points of every system.
         x_label, y_label (`str`): What the axes show.
         path (`str` or `Path`): PNG file to write.
+        scale (`str`): Scale of both axes, `"log"` or `"linear"`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -67,7 +70,7 @@ def plot_lines(lines: dict[str, list[tuple[float, float]]], x_label: str, y_labe
     figure = Figure(figsize=(6.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    axis.set(xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
+    axis.set(xlabel=x_label, ylabel=y_label, xscale=scale, yscale=scale)
     for system, points in lines.items():
         axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=system)
     axis.grid(alpha=0.3, which="both")

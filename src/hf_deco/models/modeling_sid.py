@@ -57,7 +57,6 @@ class SIDRetrievalOutput(ModelOutput):
     Args:
         loss (`torch.FloatTensor`, *optional*): Mean over targets of the negative log-likelihood of a target's SID,
             where `labels` were given.
-        num_targets (`torch.LongTensor`, *optional*): Targets in the loss.
         target_scores ([`TargetScores`], *optional*): What the loss was made of, where it was asked for.
         concepts (`torch.FloatTensor` of shape `(B, M, w)`, *optional*): Concepts of the whole histories, Deco's serving
             state.
@@ -65,7 +64,6 @@ class SIDRetrievalOutput(ModelOutput):
     """
 
     loss: torch.FloatTensor | None = None
-    num_targets: torch.LongTensor | None = None
     target_scores: TargetScores | None = None
     concepts: torch.FloatTensor | None = None
     copies: CopyState | None = None
@@ -326,7 +324,6 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
         scores = self.score_targets(item_codes, attention_mask, labels, from_start)
         return SIDRetrievalOutput(
             loss=-scores.log_likelihood().mean(),
-            num_targets=torch.tensor(len(scores.targets), device=item_codes.device),
             target_scores=scores if return_target_scores else None,
         )
 

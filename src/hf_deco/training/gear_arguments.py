@@ -82,8 +82,9 @@ class GearTrainingArguments(TrainingArguments):
 
     output_dir: str | None = option("runs/gear/run", "Folder of the run.")
     learning_rate: float = option(1e-3, "Learning rate.")
-    tower_rate: float = option(
-        0.1, "Factor of the learning rate of towers and quantizer once the generator learns: its SIDs should not run away."
+    tower_rate: float = option(0.1, "Factor of the learning rate of towers and quantizer: SIDs should not run away.")
+    max_grad_norm: float = option(
+        100.0, "Longest gradient; the generator's is long, and a low limit would leave the others little."
     )
     warmup_steps: float = option(50, "Steps of linear warm-up.")
     lr_scheduler_type: str = option("constant_with_warmup", "Schedule of the learning rate.")

@@ -18,7 +18,7 @@ from .results import write_json
 STREAM_FILE, FROZEN_FILE = "stream.json", "frozen_sids.npy"
 LOSSES = ("ltr", "rq", "gen", "rerank")
 # What makes vectors and SIDs.
-TOWERS, IN_TOWERS = ("item_features", "user_features", "item_tower", "user_tower", "quantizer"), "in_towers"
+TOWERS = ("item_features", "user_features", "item_tower", "user_tower", "quantizer")
 
 
 class ScheduleCallback(TrainerCallback):
@@ -115,7 +115,7 @@ class GearTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_optimizer(self, model=None):
-        """The parent's optimizer, with groups of their own for what makes SIDs."""
+        """The parent's optimizer; what makes vectors and SIDs has groups of its own, of a learning rate of its own."""
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
@@ -123,21 +123,11 @@ class GearTrainer(Trainer):
         towers = {id(weight) for part in TOWERS for weight in getattr(unwrapped, part).parameters()}
         groups = []
         for group in optimizer.param_groups:
-            for in_towers in (False, True):
+            for rate, in_towers in ((1.0, False), (self.args.tower_rate, True)):
                 weights = [weight for weight in group["params"] if (id(weight) in towers) == in_towers]
-                groups += [group | {"params": weights, IN_TOWERS: in_towers}] if weights else []
+                groups += [group | {"params": weights, "lr": rate * group["lr"]}] if weights else []
         optimizer.param_groups[:] = groups
         return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """The parent's schedule; towers and quantizer go on at `tower_rate` of it once the generator learns."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        factors = zip(scheduler.lr_lambdas, scheduler.optimizer.param_groups, strict=True)
-        scheduler.lr_lambdas = [self._slowed(factor) if group[IN_TOWERS] else factor for factor, group in factors]
-        return scheduler
-
-    def _slowed(self, factor):
-        return lambda step: factor(step) * (1.0 if step < self.joint_from else self.args.tower_rate)
 
     def get_decay_parameter_names(self, model) -> list[str]:
         """The parent's, without those that weight decay would harm."""

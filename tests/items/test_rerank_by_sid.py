@@ -1,0 +1,54 @@
+"""Reranking with a vector for every user and SID, as GEAR's head gives them."""
+
+import numpy as np
+import pytest
+
+from hf_deco.items.index import ItemIndex
+from hf_deco.items.packing import PRECISIONS
+
+
+@pytest.fixture
+def make():
+    def make(precision):
+        random = np.random.default_rng(0)
+        codes, embeddings = random.integers(0, 3, (40, 2)), random.standard_normal((40, 5)).astype(np.float32)
+        names = {"tokenizer_version": "t", "model_id": "m", "precision": precision}
+        return ItemIndex.build([f"i{row}" for row in range(40)], codes, embeddings, (3, 3), **names)
+
+    return make
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_item_meets_the_vector_of_its_sid(make, precision):
+    index, random = make(precision), np.random.default_rng(1)
+    users = random.standard_normal((3, 4, 5)).astype(np.float32)
+    sids = np.stack([random.permutation(index.num_sids)[:4] for _ in range(3)])
+    sids[1, 2] = -1
+    found = index.rerank(users, sids, per_sid_limit=2, k=6)
+    for user in range(3):
+        scored = []
+        for place, sid in enumerate(sids[user]):
+            rows = [] if sid < 0 else range(index.offsets[sid], index.offsets[sid + 1])
+            scores = index.embeddings.reference_scores(users[user, place])
+            scored += sorted(((-scores[row], place, row) for row in rows))[:2]
+        wanted = sorted(scored)[:6]
+        assert found.rows[user].tolist()[: len(wanted)] == [row for _, _, row in wanted]
+        assert found.sids[user].tolist()[: len(wanted)] == [place for _, place, _ in wanted]
+        assert found.scores[user, : len(wanted)] == pytest.approx([-score for score, _, _ in wanted], rel=1e-5)
+
+
+def test_the_same_vector_for_all_sids_is_a_vector_of_the_user(make):
+    index = make("int8")
+    users, sids = np.random.default_rng(2).standard_normal((2, 5)), np.array([[0, 3, 5], [1, 2, 4]])
+    by_user, by_sid = index.rerank(users, sids), index.rerank(np.repeat(users[:, None], 3, axis=1), sids)
+    assert np.array_equal(by_user.rows, by_sid.rows) and np.array_equal(by_user.scores, by_sid.scores)
+
+
+def test_vectors_that_do_not_fit_the_sids_are_refused(make):
+    index = make("int8")
+    with pytest.raises(ValueError, match=r"`sids` must be positions \(B, S\)"):
+        index.rerank(np.ones((2, 3, 5)), np.zeros((2, 4), dtype=int))
+    with pytest.raises(ValueError, match="width 5"):
+        index.rerank(np.ones((2, 4, 6)), np.zeros((2, 4), dtype=int))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        index.rerank(np.full((2, 4, 5), np.nan), np.zeros((2, 4), dtype=int))
