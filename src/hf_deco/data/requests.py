@@ -19,7 +19,8 @@ class Request:
         number (`int`): place in the order of time.
         user, period (`int`): who asks, and when.
         behaviors (`tuple` of `np.ndarray` of shape `(T_s,)`): items of every sequence before the request, oldest first.
-        candidates (`np.ndarray` of shape `(C,)`): distinct items: those of the request's events, then shown, then popular ones.
+        candidates (`np.ndarray` of shape `(C,)`): distinct items: those of the request's events, then shown ones, then
+            popular ones.
         labels (`np.ndarray` of shape `(C,)`): the highest grade of their events; 0 for the others.
         weights (`np.ndarray` of shape `(C,)`): the sum of their events' business value, float32.
         shown (`np.ndarray` of shape `(C,)`): whether they were seen: events and impressions are, popular items are not.
@@ -44,8 +45,8 @@ class Requests:
         log ([`EventLog`]): The log.
         lengths (`tuple[int, ...]`): Items of every behaviour's sequence that are kept, the latest.
         num_positives (`int`): Items of a request with an event that are candidates at most; which, is drawn.
-        num_negatives (`int`): Candidates without an event that were shown in the period, drawn; where there are too few,
-            popular ones.
+        num_negatives (`int`): Candidates without an event that were shown in the period, drawn; where there are too
+            few, popular ones.
         num_popular (`int`): Candidates without an event that are drawn from the latest events of all users: what makes
             a list a question of taste, where bought against shown may be one of popularity alone.
         seed (`int`): What the draws depend on, together with the number of the request.

@@ -11,6 +11,7 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import set_seed
 
 from ..data.events import EventLog, read_event_log, read_item_texts
@@ -30,6 +31,9 @@ from .preparation import prepare_embeddings
 from .results import add_rows, changed_arguments, read_rows, write_json
 
 PREFIX = "eval_"
+# Root mean square of content embeddings. Rows of length 1, as embedders give them, are so small that the signal of a
+# user dies in the tower, and all users get the same items; much larger ones drown the categories beside them.
+CONTENT_SCALE = 0.3
 # What an untrained floor depends on.
 _FLOOR_OPTIONS = ("log", "min_purchases", "eval_users", "cutoffs", "ltr_steps", "rq_steps", "max_steps")
 _FLOOR_OPTIONS += ("per_device_train_batch_size",)
@@ -54,7 +58,6 @@ def train_gear(args: GearTrainingArguments) -> dict[str, dict[str, float]]:
     started, folder, options = time.time(), Path(args.output_dir), changed_arguments(args)
     finished = finished_run(args)
     if finished is None:
-        set_seed(args.seed)
         checkpoint = find_checkpoint(args)
         if args.results_file:
             read_rows(args.results_file)  # what could not be added to is refused before a long run
@@ -76,6 +79,7 @@ def train_gear(args: GearTrainingArguments) -> dict[str, dict[str, float]]:
 
 def make_trainer(args: GearTrainingArguments, checkpoint: str | None = None) -> GearTrainer:
     """All parts of a run, at the state of a checkpoint where one is given."""
+    set_seed(args.seed)
     log = prepare_stream(args)
     drawn = args.num_positives, args.num_negatives, args.num_popular
     requests = Requests(log, tuple(args.history_lengths), *drawn, seed=args.seed)
@@ -83,7 +87,7 @@ def make_trainer(args: GearTrainingArguments, checkpoint: str | None = None) -> 
     args = copy.copy(args)
     args.max_steps = _count_steps(args, stream)
     if checkpoint is None:
-        model = GearForSIDRetrieval(make_config(args, log))
+        model = start_scores_at_zero(GearForSIDRetrieval(make_config(args, log)))
     else:  # its catalog has a size of its own
         model = GearForSIDRetrieval.from_pretrained(checkpoint)
         stream.load_state_dict(json.loads((Path(checkpoint) / STREAM_FILE).read_text(encoding="utf-8")))
@@ -118,9 +122,7 @@ def prepare_stream(args: GearTrainingArguments) -> EventLog:
     # A table is embedded once for all runs; another cut of it has a folder of its own.
     shared.output_dir = str(Path(args.data_dir) / f"items{len(items)}")
     embeddings = prepare_embeddings(shared, items, resume=True)
-    # Layers are initialised for numbers of size 1. Rows of length 1 and width d, as embedders give them, are scaled by
-    # sqrt(d); unscaled, the signal of a user dies in the tower, and all users get the same items.
-    return read_event_log(roles, items, embeddings / np.sqrt(np.square(embeddings).mean()))
+    return read_event_log(roles, items, embeddings * (CONTENT_SCALE / np.sqrt(np.square(embeddings).mean())))
 
 
 def make_config(args: GearTrainingArguments, log: EventLog) -> GearConfig:
@@ -155,6 +157,17 @@ def make_config(args: GearTrainingArguments, log: EventLog) -> GearConfig:
         gain=args.gain,
         initializer_range=args.initializer_range,
     )
+
+
+def start_scores_at_zero(model: GearForSIDRetrieval) -> GearForSIDRetrieval:
+    """A fresh model whose users' vectors are zeros.
+
+    The ranking losses of random scores are lowest where all scores are alike. Their first gradients would make all
+    items alike, and with them what is quantised; so users learn first what tells items apart.
+    """
+    for layer in (model.user_tower.out_proj, model.decoder.rerank_head.down_proj):
+        torch.nn.init.zeros_(layer.weight)
+    return model
 
 
 def _count_steps(args: GearTrainingArguments, stream: RequestStream) -> int:

@@ -22,7 +22,15 @@ ABLATIONS = {
     "no_refresh": {"refresh_index": False},
 }
 _LOWEST = {"per_device_train_batch_size": 1, "num_positives": 1, "num_negatives": 0, "num_popular": 0}
-_LOWEST |= {"num_same_sid": 0, "min_grade": 0, "ltr_steps": 0, "rq_steps": 0, "eval_users": 0, "per_sid_limit": 1, "min_purchases": 1}
+_LOWEST |= {
+    "num_same_sid": 0,
+    "min_grade": 0,
+    "ltr_steps": 0,
+    "rq_steps": 0,
+    "eval_users": 0,
+    "per_sid_limit": 1,
+    "min_purchases": 1,
+}
 
 
 @dataclass

@@ -52,13 +52,7 @@ class RequestStream(IterableDataset):
         self.num_steps = (len(self._bounds) - 1) // num_processes
 
     def __iter__(self) -> Iterator[list[Request]]:
-        """Batches from the present step on.
-
-        Raises:
-            RuntimeError: the stream has been read to its end.
-        """
-        if self.step >= self.num_steps:
-            raise RuntimeError(f"the stream is over after {self.num_steps} steps: it is read once.")
+        """Batches from the present step on: none where the stream is over."""
         first = self.step * self.num_processes
         for start, end in zip(self._bounds[first:-1].tolist(), self._bounds[first + 1 :].tolist(), strict=True):
             yield [self.requests[number] for number in range(start, end)]

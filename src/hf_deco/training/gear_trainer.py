@@ -17,8 +17,8 @@ from .results import write_json
 
 STREAM_FILE, FROZEN_FILE = "stream.json", "frozen_sids.npy"
 LOSSES = ("ltr", "rq", "gen", "rerank")
-# What makes vectors and SIDs.
-TOWERS = ("item_features", "user_features", "item_tower", "user_tower", "quantizer")
+# What makes vectors and SIDs, but for the embeddings of categories: a step moves few of their rows.
+TOWERS = ("item_tower", "user_tower", "quantizer")
 
 
 class ScheduleCallback(TrainerCallback):
