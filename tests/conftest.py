@@ -431,6 +431,8 @@ def stream_options(stream_folder, tmp_path_factory):
         "cutoffs": [3, 10],
         "per_device_train_batch_size": 10,
         "warmup_steps": 2,
+        "learning_rate": 1e-3,
+        "tower_rate": 0.1,
         "save_steps": 7,
         "logging_steps": 1,
         "disable_tqdm": True,

@@ -13,11 +13,18 @@ from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, PROCESSOR_NAME
 
-from .models.checkpoint_sid import ADAPTER_CONFIG, CATALOG, check_checkpoint, find_catalog, refuse_root_adapter
+from .models.checkpoint_sid import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS,
+    CATALOG,
+    check_checkpoint,
+    find_catalog,
+    refuse_root_adapter,
+)
 from .models.configuration_deco import SIDRetrievalConfig
 from .models.processing_deco import DecoProcessor
 
-ADAPTER_FOLDER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 # Pickles, and what only a trainer that goes on needs.
 PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt"]
 LEFT_BEHIND = [*DEFAULT_IGNORE_PATTERNS, *PICKLES, "trainer_state.json", "*__pycache__*"]

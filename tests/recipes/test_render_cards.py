@@ -46,7 +46,11 @@ def test_the_hub_can_read_them_and_their_figures_are_the_results(rendered, tmp_p
         assert metadata_load(tmp_path / name)["library_name"] == "transformers"
         results = ModelCard(text).data.eval_results
         cutoffs = {result.metric_args["k"] for result in results}
-        assert 10 in cutoffs and len(results) == 2 * len(cutoffs) and {round(result.metric_value, 12) for result in results} <= known
+        assert (
+            10 in cutoffs
+            and len(results) == 2 * len(cutoffs)
+            and {round(result.metric_value, 12) for result in results} <= known
+        )
         assert "| part | parameters |" in text and "/work/" not in text and "/home/" not in text
 
 

@@ -185,6 +185,11 @@ def test_opens_a_checkpoint(make_engine, tmp_path):
         (lambda make: make().retrieve([["i1"]], num_beams=0), "`num_beams` must be at least 1, got 0"),
         (lambda make: make().retrieve([["i1"]], allow=[1]), "unknown argument `allow`"),
         (lambda make: make().retrieve([["i1"]], allow_rows=[[1]]), "`allow_rows` must be one list for all users"),
+        (
+            lambda make: make().concepts([["i1"]]).select(0),
+            "`users` must be a slice or a tensor of one",
+        ),
+        (lambda make: Concepts.join([]), "`parts` is empty"),
         (lambda make: make().retrieve([["i1"]], deny_rows=[40]), "`deny_rows` must hold rows of the catalog"),
         (lambda make: make().retrieve([["i1"], ["nothing"]]), "'nothing'"),
         (lambda make: make().retrieve(["i1", "i2"]), "`items` must be a list of item ids, got the string 'i1'"),

@@ -19,7 +19,8 @@ from transformers.utils.hub import resolve_revision
 from .trie import check_codes
 
 CATALOG = "catalog_codes"
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FOLDER = "adapter"  # beside merged weights: at the root, transformers would apply it to them again
 _HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
 
 

@@ -32,7 +32,9 @@ class Concepts:
         return self.vectors.shape[0]
 
     def select(self, users: torch.LongTensor | slice) -> Concepts:
-        """The state of some users."""
+        """The state of some users: a slice, or their numbers `(u,)`."""
+        if not isinstance(users, slice) and getattr(users, "ndim", 0) != 1:
+            raise ValueError(f"`users` must be a slice or a tensor of one dimension, got {users!r}.")
         copies = None
         if self.copies is not None:
             copies = CopyState(**{name: state[users] for name, state in self.copies.items()})
@@ -41,6 +43,8 @@ class Concepts:
     @classmethod
     def join(cls, parts: list[Concepts]) -> Concepts:
         """The users of several, one behind the other; histories of a pointer are padded on the left to one length."""
+        if not parts:
+            raise ValueError("`parts` is empty: there are no users to join.")
         vectors = torch.cat([part.vectors for part in parts])
         if any(part.copies is None for part in parts):
             return cls(vectors)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from ..data.splits import Split
 from ..items.sid_table import SIDTable
+from ..models.checkpoint_sid import ADAPTER_WEIGHTS
 from .arguments import DecoTrainingArguments
 from .results import changed_arguments, write_json
 
@@ -22,7 +23,7 @@ _STATE, _WEIGHTS = "trainer_state.json", "model.safetensors"
 # What else makes a checkpoint whole: of a model or an adapter; under FSDP, sharded or not; under DeepSpeed.
 _FORMS = (
     ("optimizer.pt", _WEIGHTS),
-    ("optimizer.pt", "adapter_model.safetensors"),
+    ("optimizer.pt", ADAPTER_WEIGHTS),
     ("optimizer_0", "pytorch_model_fsdp_0"),
     ("optimizer.bin", "pytorch_model_fsdp.bin"),
     ("latest",),

@@ -53,10 +53,10 @@ class GearTrainingArguments(TrainingArguments):
     )
 
     history_lengths: list[int] = option([60, 30], "Items of every behaviour's sequence that are read, the latest.")
-    num_positives: int = option(6, "Candidates of a request with an event, at most.")
-    num_negatives: int = option(6, "Candidates of a request that were shown without an event, at most.")
+    num_positives: int = option(8, "Candidates of a request with an event, at most.")
+    num_negatives: int = option(2, "Candidates of a request that were shown without an event, at most.")
     num_popular: int = option(6, "Candidates of a request that were popular at the time, without an event.")
-    num_same_sid: int = option(2, "Candidates of a request that share the SID of one with an event, at most.")
+    num_same_sid: int = option(4, "Candidates of a request that share the SID of one with an event, at most.")
     min_grade: int = option(1, "Lowest grade of a candidate that the generator learns to spell; 0 for all shown.")
 
     codebook_sizes: list[int] = option([128, 64, 32], "Codes per SID level.")
@@ -73,8 +73,8 @@ class GearTrainingArguments(TrainingArguments):
     gain: str = option("linear", "What a label is worth in the ranking losses: `linear` or `exp2`.")
     loss_weights: list[float] = option([1.0, 1.0, 10.0, 1.0], "Weights of L_LTR, L_RQ, L_Gen and L_Rerank.")
 
-    ltr_steps: int = option(150, "Steps of the first stage, which trains the two towers alone.")
-    rq_steps: int = option(100, "Steps of the second stage, which trains the quantizer with them.")
+    ltr_steps: int = option(200, "Steps of the first stage, which trains the two towers alone.")
+    rq_steps: int = option(50, "Steps of the second stage, which trains the quantizer with them.")
     reranker: bool = option(True, "Train the reranking head and rank by it; else colliding items are cut at random.")
     weighted: bool = option(True, "Weigh the generator's loss by the business value.")
     frozen_sids: bool = option(False, "Freeze all SIDs when the generator begins.")
@@ -89,16 +89,16 @@ class GearTrainingArguments(TrainingArguments):
     results_file: str | None = option(None, "JSON file of result rows to add this run to.")
 
     output_dir: str | None = option("runs/gear/run", "Folder of the run.")
-    learning_rate: float = option(1e-3, "Learning rate.")
-    tower_rate: float = option(0.1, "Factor of the learning rate of towers and quantizer: SIDs should not run away.")
+    learning_rate: float = option(3e-3, "Learning rate.")
+    tower_rate: float = option(0.01, "Factor of the learning rate of towers and quantizer: SIDs should not run away.")
     max_grad_norm: float = option(
         100.0, "Longest gradient; the generator's is long, and a low limit would leave the others little."
     )
     warmup_steps: float = option(50, "Steps of linear warm-up.")
     lr_scheduler_type: str = option("constant_with_warmup", "Schedule of the learning rate.")
-    per_device_train_batch_size: int = option(128, "Requests per step and process.")
+    per_device_train_batch_size: int = option(32, "Requests per step and process.")
     save_strategy: str = option("steps", "When to keep a checkpoint.")
-    save_steps: float = option(200, "Steps between checkpoints.")
+    save_steps: float = option(500, "Steps between checkpoints.")
     save_total_limit: int | None = option(2, "Checkpoints kept.")
     logging_steps: float = option(20, "Steps between log lines.")
     report_to: None | str | list[str] = option("none", "Trackers, such as `tensorboard`.")

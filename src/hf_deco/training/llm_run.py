@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, set_seed
 
 from ..data.items import ItemTable
 from ..items.sid_table import SIDTable
+from ..models.checkpoint_sid import ADAPTER_FOLDER
 from ..models.configuration_deco import SIDRetrievalConfig
 from ..models.modeling_sid import SIDRetrievalModel
 from ..models.pretrained_sid import causal_lm_config
@@ -20,7 +21,7 @@ from .checkpoints import check_same_catalog, find_checkpoint
 from .distillation import init_from
 from .grounding import GroundingCollator, GroundingTrainer, ItemTexts, add_text, load_tokenizer
 from .llm_arguments import LLMTrainingArguments
-from .lora import ADAPTER_FOLDER, SIDPeftModel, add_lora, check_targets, load_adapter, merge_adapter
+from .lora import SIDPeftModel, add_lora, check_targets, load_adapter, merge_adapter
 from .preparation import (
     ScratchModels,
     fit_to_items,

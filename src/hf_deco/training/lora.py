@@ -15,13 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import cached_file
 
+from ..models.checkpoint_sid import ADAPTER_WEIGHTS
 from ..models.modeling_sid import SIDRetrievalModel
 from .checkpoints import BASE_FILE, fingerprint
 from .llm_arguments import TARGETS
 from .results import write_json
 
-ADAPTER_FOLDER = "adapter"  # beside merged weights: at the root, transformers would apply it to them again
-_WEIGHTS = "adapter_model.safetensors"
 _ADAPTER = "default"
 _MODEL = "base_model.model."  # what peft puts before the names of the model's tensors
 
@@ -79,12 +78,14 @@ class SIDPeftModel(PeftModel):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.adapter_tensors(state_dict).items()}
-        save_file(tensors, folder / f".{_WEIGHTS}", metadata={"format": "pt"})
-        os.replace(folder / f".{_WEIGHTS}", folder / _WEIGHTS)
+        save_file(tensors, folder / f".{ADAPTER_WEIGHTS}", metadata={"format": "pt"})
+        os.replace(folder / f".{ADAPTER_WEIGHTS}", folder / ADAPTER_WEIGHTS)
         config = self.peft_config[_ADAPTER]
         training, config.inference_mode = config.inference_mode, True
-        config.save_pretrained(folder)
-        config.inference_mode = training
+        try:
+            config.save_pretrained(folder)
+        finally:
+            config.inference_mode = training
         write_json(folder / BASE_FILE, self.base)
 
     def load_adapter(self, model_id: str | os.PathLike, adapter_name: str = _ADAPTER, **kwargs):
@@ -97,7 +98,7 @@ class SIDPeftModel(PeftModel):
     def _check_tensors(self, path, where: dict) -> None:
         """Raise a `ValueError` where the adapter's file does not hold exactly the tensors of this model."""
         try:
-            with safe_open(cached_file(str(path), _WEIGHTS, **where), "pt") as file:
+            with safe_open(cached_file(str(path), ADAPTER_WEIGHTS, **where), "pt") as file:
                 found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except SafetensorError as error:
             raise OSError(f"The adapter {str(path)!r} is damaged or truncated ({error}): fetch it again.") from error
