@@ -71,7 +71,7 @@ def test_dense_scores_equal_one_pass_per_position_and_prefix(
     torch.testing.assert_close(scores.log_likelihood(), likelihoods, rtol=1e-5, atol=1e-5)
     output = model(item_codes, mask, labels, return_target_scores=True)
     torch.testing.assert_close(output.loss, -likelihoods.mean(), rtol=1e-5, atol=1e-5)
-    assert output.num_targets.item() == len(wanted) == 10 and output.loss.dtype == torch.float32
+    assert len(output.target_scores.targets) == len(wanted) == 10 and output.loss.dtype == torch.float32
     assert torch.equal(output.target_scores.log_likelihood(), scores.log_likelihood())
     assert model(item_codes, mask, labels).target_scores is None
     assert_same_gradients(gradients_by_name(model, output.loss), gradients_by_name(model, -likelihoods.mean()))

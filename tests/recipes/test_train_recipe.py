@@ -52,7 +52,7 @@ def test_two_processes_share_the_work_and_agree_with_one(options, tmp_path):
 CONFIGS = sorted(
     path
     for path in (ROOT / "recipes/configs").glob("*.yaml")
-    if not path.name.startswith(("llm_", "compare_tokenizers"))
+    if not path.name.startswith(("llm_", "compare_tokenizers", "gear_"))
 )
 
 
