@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-RECIPE = str(Path(__file__).resolve().parents[2] / "recipes/train_gear.py")
+from hf_deco.training.gear_arguments import GearTrainingArguments
+from hf_deco.training.parser import parse_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = str(ROOT / "recipes/train_gear.py")
 
 
 @pytest.fixture
@@ -52,3 +56,10 @@ def test_an_ablation_that_is_none_is_refused(run, tmp_path):
     done = run("--ablation", "nothing")
     assert done.returncode != 0 and "invalid choice: 'nothing'" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_committed_configuration_parses_and_begins_with_its_launch_line():
+    path = ROOT / "recipes/configs/gear_grocery.yaml"
+    assert "recipes/train_gear.py recipes/configs/gear_grocery.yaml" in path.read_text().splitlines()[0]
+    args = parse_arguments([str(path), "--seed", "1"], options=GearTrainingArguments)
+    assert args.log == "completejourney" and args.seed == 1 and args.output_dir.startswith("runs/")
