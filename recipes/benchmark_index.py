@@ -26,7 +26,7 @@ import numpy as np
 from hf_deco.items import packing
 from hf_deco.items.generations import IndexReader, IndexWriter, open_index
 from hf_deco.items.index import ItemIndex
-from hf_deco.training.results import write_json
+from hf_deco.training.results import read_rows, write_json
 
 MADE_BY = {"tokenizer_version": "benchmark", "model_id": "benchmark"}
 
@@ -134,8 +134,7 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps(row, indent=1), flush=True)
         rows.append(row)
     if args.json:
-        earlier = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else []
-        write_json(args.json, [*earlier, *rows])
+        write_json(args.json, [*read_rows(args.json), *rows])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from benchmark_trie import median_ms, peak_mib
 
 from hf_deco import DecoProcessor
-from hf_deco.training.results import write_json
+from hf_deco.training.results import read_rows, write_json
 
 DEPTH, SIZE = 4, 2048
 
@@ -70,8 +70,7 @@ def main(args: argparse.Namespace) -> None:
     }
     print(json.dumps(row, indent=1))
     if args.json:
-        rows = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else []
-        write_json(args.json, [*rows, row])
+        write_json(args.json, [*read_rows(args.json), row])
 
 
 if __name__ == "__main__":

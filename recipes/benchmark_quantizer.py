@@ -11,7 +11,6 @@ take turns, so that what slows one slows all. The catalog is made up: clusters w
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import shlex
 import sys
@@ -25,7 +24,7 @@ from statistics import median
 import torch
 
 from hf_deco.models.quantization import METHODS, ResidualQuantizer
-from hf_deco.training.results import write_json
+from hf_deco.training.results import read_rows, write_json
 
 INIT_ROWS = 20_000
 
@@ -139,8 +138,7 @@ def main(args: argparse.Namespace) -> None:
             row |= part[method]
         row |= settings
     if args.json:
-        earlier = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else []
-        write_json(args.json, [*earlier, *rows.values()])
+        write_json(args.json, [*read_rows(args.json), *rows.values()])
 
 
 if __name__ == "__main__":

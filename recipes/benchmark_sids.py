@@ -9,7 +9,6 @@ as items with the same text do. Popularity follows a power law.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_deco.items import RQKMeans, format_report, quality_report, resolve_collisions
-from hf_deco.training.results import write_json
+from hf_deco.training.results import read_rows, write_json
 
 
 def make_catalog(num_items: int, width: int, duplicate_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,8 +62,7 @@ def main(args: argparse.Namespace) -> None:
         row = {"system": "rq-kmeans", **settings, **seconds, "total_s": sum(seconds.values()), "peak_rss_mib": peak}
         row |= {"threads": os.environ.get("OMP_NUM_THREADS", os.cpu_count()), "report": report}
         row |= {"command": " ".join(["python", *sys.argv]), "date": date.today().isoformat()}
-        rows = json.loads(args.json.read_text()) if args.json.exists() else []
-        write_json(args.json, [*rows, row])
+        write_json(args.json, [*read_rows(args.json), row])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from hf_deco import SIDTrie
-from hf_deco.training.results import write_json
+from hf_deco.training.results import read_rows, write_json
 
 
 def peak_mib() -> float:
@@ -61,8 +61,7 @@ def main(args: argparse.Namespace) -> None:
     print(trie)
     print(json.dumps(row, indent=1))
     if args.json:
-        rows = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else []
-        write_json(args.json, [*rows, row])
+        write_json(args.json, [*read_rows(args.json), row])
 
 
 if __name__ == "__main__":

@@ -8,19 +8,9 @@ from pathlib import Path
 
 import pytest
 from loopback import TOKEN, serve
+from remote_code import WITHOUT_PACKAGE
 
 import hf_deco
-
-WITHOUT_PACKAGE = """
-import sys
-
-class NotInstalled:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "hf_deco":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-
-sys.meta_path.insert(0, NotInstalled())
-"""
 
 
 class Client:

@@ -1,4 +1,3 @@
-import ast
 import os
 import runpy
 import subprocess
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from remote_code import MODELS, import_closure
 from transformers import AutoConfig, AutoModel, AutoProcessor
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -80,28 +80,7 @@ def test_auto_classes_know_the_package_here_too(make_model, tmp_path, kind, name
     assert type(AutoConfig.for_model(name, num_codebooks=2)) is config_class
 
 
-MODELS = Path(hf_deco.__file__).parent / "models"
-ALLOWED = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", *sys.stdlib_module_names}
 AUTO_CLASSES = [DecoConfig, BackboneConfig, DecoForSIDRetrieval, BackboneForSIDRetrieval, DecoProcessor]
-
-
-def import_closure(module):
-    """Every file that a module reads, by walking the syntax trees; other packages than the allowed ones fail."""
-    found, open_files = set(), [f"{module}.py"]
-    while open_files:
-        name = open_files.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for node in ast.walk(ast.parse((MODELS / name).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                # `from . import x` and packages are not copied with a checkpoint.
-                assert node.level == 1 and node.module and "." not in node.module, f"{name}, line {node.lineno}"
-                open_files.append(f"{node.module}.py")
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-                assert {imported.split(".")[0] for imported in names} <= ALLOWED, f"{name}, line {node.lineno}"
-    return found
 
 
 @pytest.mark.parametrize("auto_class", AUTO_CLASSES)
@@ -145,10 +124,10 @@ def test_an_older_transformers_is_named_before_anything_else(tmp_path, monkeypat
     assert done.stderr.splitlines()[-1].startswith(message)
     monkeypatch.setattr(transformers, "__version__", "5.23.4")  # a checkpoint's own code says the same
     with pytest.raises(ImportError, match=r"needs transformers>=5\.24, but 5\.23\.4 is installed"):
-        runpy.run_path(str(MODELS / "configuration_deco.py"))
+        runpy.run_path(str(MODELS / "configuration_sid.py"))
 
 
 @pytest.mark.parametrize("version", ["5.24.0", "5.25.0.dev0", "6.0.0rc1"])
 def test_a_later_transformers_is_let_through(monkeypatch, version):
     monkeypatch.setattr(transformers, "__version__", version)
-    assert "DecoConfig" in runpy.run_path(str(MODELS / "configuration_deco.py"))
+    assert "CheckedConfig" in runpy.run_path(str(MODELS / "configuration_sid.py"))

@@ -1,6 +1,5 @@
 """GEAR's checkpoints: exact, through Auto classes, with and without the package, and their tokenizer's version."""
 
-import ast
 import json
 import os
 import subprocess
@@ -10,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from gear_models import make_batch, make_gear, make_items, users_of
+from remote_code import MODELS, WITHOUT_PACKAGE, import_closure
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
-import hf_deco
 from hf_deco import GearConfig, GearForSIDRetrieval, SIDGenerationConfig
 
-MODELS = Path(hf_deco.__file__).parent / "models"
-ALLOWED = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", *sys.stdlib_module_names}
 SEARCH = {"num_beams": [3, 5, 8], "num_return_sequences": 8, "rerank": True, "return_dict_in_generate": True}
 
 
@@ -76,24 +73,6 @@ def test_every_quantiser_survives(quantizer, tmp_path):
     assert same_answers(model, AutoModel.from_pretrained(tmp_path))
 
 
-def import_closure(module):
-    """Every file that a module reads; other packages than the allowed ones fail."""
-    found, waiting = set(), [f"{module}.py"]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for node in ast.walk(ast.parse((MODELS / name).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                assert node.level == 1 and node.module and "." not in node.module, f"{name}, line {node.lineno}"
-                waiting.append(f"{node.module}.py")
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-                assert {imported.split(".")[0] for imported in names} <= ALLOWED, f"{name}, line {node.lineno}"
-    return found
-
-
 def test_a_checkpoint_carries_exactly_its_code(folder):
     closure = import_closure("configuration_gear") | import_closure("modeling_gear")
     copied = {Path(file).name for file in get_relative_import_files(MODELS / "modeling_gear.py")}
@@ -109,15 +88,9 @@ def test_a_checkpoint_carries_exactly_its_code(folder):
     assert "custom_pipelines" not in config  # which read histories of item ids
 
 
-WITHOUT_PACKAGE = """
-import sys
-
-class NotInstalled:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "hf_deco":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-
-sys.meta_path.insert(0, NotInstalled())
+JOURNEY = (
+    WITHOUT_PACKAGE
+    + """
 import torch
 from transformers import AutoModel
 
@@ -132,6 +105,7 @@ with torch.no_grad():
 torch.save({"loss": loss, "version": model.tokenizer_version, **model.generate(**users, **search)}, answer)
 model.save_pretrained(again)
 """
+)
 
 
 def test_it_answers_the_same_without_the_package(model, folder, tmp_path):
@@ -139,9 +113,7 @@ def test_it_answers_the_same_without_the_package(model, folder, tmp_path):
     torch.save(batch, tmp_path / "batch.pt")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
     paths = [str(folder), str(tmp_path / "batch.pt"), str(tmp_path / "answer.pt"), str(tmp_path / "again")]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PACKAGE, *paths], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", JOURNEY, *paths], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answer, expected = torch.load(tmp_path / "answer.pt"), model.generate(**users_of(batch), **SEARCH)
     assert torch.equal(answer["loss"], model(**batch).loss) and answer["version"] == model.tokenizer_version
@@ -259,3 +231,17 @@ def test_half_precision_keeps_its_distances_in_full(model, folder):
     assert output.sequences.shape == (32, 3) and output.rerank_vectors.isfinite().all()
     assert loaded.encode_items(batch["content"], batch["item_ids"]).vectors.dtype == torch.float32
     assert loaded(**batch).loss.isfinite()
+
+
+def test_the_scale_of_contents_travels_with_the_checkpoint(tmp_path):
+    plain, scaled = make_gear(), make_gear(content_scale=4.0)
+    scaled.load_state_dict(plain.state_dict())
+    assert scaled.tokenizer_version != plain.tokenizer_version  # it decides vectors and codes
+    content, categories = make_items(9, 30)
+    expected = plain.encode_items(4 * content, categories)
+    scaled.save_pretrained(tmp_path)
+    found = AutoModel.from_pretrained(tmp_path).encode_items(content, categories)
+    torch.testing.assert_close(found.vectors, expected.vectors)
+    assert torch.equal(found.codes, expected.codes)
+    with pytest.raises(Exception, match="`content_scale` must be positive and finite, got 0"):
+        GearConfig(content_scale=0)

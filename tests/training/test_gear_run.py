@@ -175,7 +175,10 @@ def test_towers_learn_at_a_rate_of_their_own(arguments):
 def test_the_model_starts_with_scores_of_zero_and_content_of_a_known_size(arguments):
     trainer = make_trainer(arguments())
     log = trainer.stream.log
-    assert np.square(log.content).mean() == pytest.approx(0.09, rel=0.1)  # of the items that appear
+    content, categories = torch.from_numpy(log.content).float(), torch.from_numpy(log.item_categories)
+    read = trainer.model.item_features(content, categories, torch.float32)
+    assert read[:, : log.content.shape[1]].square().mean().item() == pytest.approx(0.09, rel=1e-4)
+    assert trainer.model.config.content_scale * np.sqrt(np.square(log.content).mean()) == pytest.approx(0.3, rel=1e-4)
     batch = trainer.collator.users([0, 1], [trainer.stream.requests.history(user, 10**9) for user in (0, 1)])
     assert len(batch["content"]) and not trainer.model.encode_users(**batch).any()
     memory = trainer.model.encode_memory(**batch)

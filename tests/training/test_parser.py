@@ -36,7 +36,7 @@ def test_an_unknown_option_in_the_file_is_named(tmp_path):
 def test_a_file_that_is_no_mapping_is_refused(tmp_path):
     path = tmp_path / "options.yaml"
     path.write_text("- seed\n")
-    with pytest.raises(ValueError, match="must hold a mapping of options, got list"):
+    with pytest.raises(ValueError, match="must hold a mapping, got list"):
         parse_arguments([str(path)])
 
 

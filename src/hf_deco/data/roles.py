@@ -6,6 +6,8 @@ import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from .tables import read_mapping
+
 WEEK = 7 * 24 * 3600
 
 
@@ -95,17 +97,7 @@ def read_roles(source: str | Path | dict) -> LogRoles:
     """
     folder = Path()
     if not isinstance(source, dict):
-        import yaml
-
-        folder = Path(source).parent
-        if not Path(source).is_file():
-            raise FileNotFoundError(f"`log` is {str(source)!r}, and there is no such file.")
-        try:
-            source = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"`log` is no YAML ({error}).") from error
-    if not isinstance(source, dict):
-        raise ValueError(f"`log` must hold a mapping of tables, got {type(source).__name__}.")
+        folder, source = Path(source).parent, read_mapping(source, "log")
     _check_names("tables", source, _TABLES, required=("items", "events"))
     tables = {name: _read_table(name, _TABLES[name], roles, folder) for name, roles in source.items()}
     _check_impressions(tables)

@@ -16,6 +16,30 @@ if TYPE_CHECKING:
 _READABLE = (".csv", ".parquet", ".jsonl", ".json")
 
 
+def read_mapping(path: str | Path, name: str) -> dict:
+    """The mapping that a YAML file holds.
+
+    Args:
+        path (`str` or `Path`): The file.
+        name (`str`): The caller's argument that names it, for messages.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no YAML, or holds something else.
+    """
+    import yaml
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"`{name}` is {str(path)!r}, and there is no such file.")
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{name}` {str(path)!r} is no YAML ({error}).") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"`{name}` {str(path)!r} must hold a mapping, got {type(found).__name__}.")
+    return found
+
+
 def read_columns(
     source: Any, required: Mapping[str, str], *, optional: tuple[str, ...] = (), as_text: tuple[str, ...] = ()
 ) -> pd.DataFrame:

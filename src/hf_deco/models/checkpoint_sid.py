@@ -16,6 +16,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import resolve_revision
 
+from .catalog_sid import CatalogMixin
 from .trie import check_codes
 
 CATALOG = "catalog_codes"
@@ -24,8 +25,13 @@ ADAPTER_FOLDER = "adapter"  # beside merged weights: at the root, transformers w
 _HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
 
 
-class CheckpointModel(PreTrainedModel):
-    """A model whose checkpoints are safetensors, whole, and fit their configuration, or are refused."""
+class CheckpointModel(CatalogMixin, PreTrainedModel):
+    """A model with a catalog, whose checkpoints are safetensors, whole, and fit their configuration, or are refused."""
+
+    _has_pipeline = True  # it answers histories of item ids
+
+    def get_input_embeddings(self):
+        return None  # items come as codes or features: there is no table of text tokens
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -68,7 +74,8 @@ class CheckpointModel(PreTrainedModel):
         refuse_root_adapter(save_directory)
         before = vars(self.config).pop("custom_pipelines", None)
         try:
-            if self._auto_class is not None:  # without its code a checkpoint has no pipeline of its own
+            # Without its code a checkpoint has no pipeline of its own.
+            if self._has_pipeline and self._auto_class is not None:
                 self.config.custom_pipelines = custom_pipelines()
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:

@@ -1,20 +1,12 @@
 """Configurations of the models that retrieve by semantic IDs: the light decoder's and the full backbone's."""
 
-import difflib
+# First, because it refuses a transformers that is too old for the rest.
+from .configuration_sid import NORMALIZATIONS, CheckedConfig
 
-import transformers
-
-# Here, because package and checkpoints read this file first; what follows would fail in its own words.
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
-    raise ImportError(
-        f"hf_deco needs transformers>=5.24, but {transformers.__version__} is installed: run "
-        "`pip install -U 'transformers>=5.24,<6'`."
-    )
-
-from huggingface_hub.dataclasses import strict  # noqa: E402
-from transformers import AutoConfig, PreTrainedConfig  # noqa: E402
-from transformers.configuration_utils import SubConfigSpec  # noqa: E402
-from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME  # noqa: E402
+# isort: split
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
 
 # Scratch backbones: Qwen2-style, feed-forward 4 x width. They read fused tokens only, so they carry no text vocabulary.
 SCRATCH_BACKBONES = {
@@ -22,14 +14,7 @@ SCRATCH_BACKBONES = {
     "M": {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6},
     "L": {"hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 10},
 }
-NORMALIZATIONS = ("children", "vocabulary")
 HISTORY_FORMATS = ("fused", "flat")
-# What transformers, its Trainer or a tracker of checkpoints keeps in any configuration beside the declared arguments.
-STANDARD_KEYS = {
-    *("model_type", "auto_map", "custom_pipelines", "name_or_path", "quantization_config", "tie_word_embeddings"),
-    *("attn_implementation", "experts_implementation", "output_attentions", "torch_dtype", "num_labels"),
-    *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "per_layer_config", "transformers_weights"),
-}
 DECODER_INPUTS = ("last_state", "item_states_prefix", "item_states_cross", "token_states_cross")
 
 
@@ -54,7 +39,7 @@ def _init_kwargs(hidden_size: int, num_hidden_layers: int, num_attention_heads: 
 
 
 @strict
-class SIDRetrievalConfig(PreTrainedConfig):
+class SIDRetrievalConfig(CheckedConfig):
     r"""
     What all models share: the backbone, the shape of SIDs, and how a history is read.
 
@@ -110,40 +95,6 @@ class SIDRetrievalConfig(PreTrainedConfig):
     distillation: dict | None = None
     num_items: int = 0
     initializer_range: float = 0.02
-
-    def __post_init__(self, **kwargs):
-        if kwargs.get("model_type", self.model_type) != self.model_type:
-            raise ValueError(
-                f"`model_type` is {kwargs['model_type']!r}, but {type(self).__name__} needs {self.model_type!r}: open "
-                "the checkpoint with `AutoConfig` or `AutoModel`, which choose the class."
-            )
-        # The parent keeps whatever it is given as an attribute: a misspelt argument would pass in silence.
-        unknown = sorted(name for name in kwargs if name not in STANDARD_KEYS and not name.startswith("_"))
-        if unknown:
-            close = difflib.get_close_matches(unknown[0], self.__dataclass_fields__, n=1, cutoff=0.8)
-            raise ValueError(
-                f"Unknown configuration arguments {unknown} of {type(self).__name__}"
-                + (f"; did you mean `{close[0]}`?" if close else ".")
-                + " A checkpoint that holds them was written by a later version, or by hand."
-            )
-        # The package registers its own pipeline; transformers would ask to run the checkpoint's.
-        if not type(self).__module__.startswith(TRANSFORMERS_DYNAMIC_MODULE_NAME):
-            kwargs.pop("custom_pipelines", None)
-        super().__post_init__(**kwargs)
-
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """Configuration from what a `config.json` holds.
-
-        Raises:
-            ValueError: If its `model_type` is missing or another class's, or it holds unknown arguments.
-        """
-        if "model_type" not in config_dict:
-            raise ValueError(
-                f"The configuration has no `model_type`; a checkpoint of {cls.__name__} says {cls.model_type!r} in its "
-                "`config.json`."
-            )
-        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def from_preset(cls, size: str, **kwargs):

@@ -1,14 +1,12 @@
 """Configuration of GEAR: two towers, their tokenizer, a generator and a reranker."""
 
-import difflib
 import random
 
-# Also the first to say that transformers is too old.
-from .configuration_deco import NORMALIZATIONS, STANDARD_KEYS
+# First, because it refuses a transformers that is too old for the rest.
+from .configuration_sid import NORMALIZATIONS, CheckedConfig
 
 # isort: split
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 
 QUANTIZERS = ("rq", "rq-ema", "simvq", "basis-rq", "prefix-basis-rq")
 GAINS = ("linear", "exp2")
@@ -23,7 +21,7 @@ _SIZES += ("num_attention_heads", "head_dim", "intermediate_size")
 
 
 @strict
-class GearConfig(PreTrainedConfig):
+class GearConfig(CheckedConfig):
     r"""
     Configuration of [`GearForSIDRetrieval`].
 
@@ -34,6 +32,9 @@ class GearConfig(PreTrainedConfig):
     Args:
         content_size (`int`, *optional*, defaults to 384):
             Width of the items' content embeddings.
+        content_scale (`float`, *optional*, defaults to 1.0):
+            Factor of the content embeddings. Rows of length 1 are so small that towers lose the users' signal: choose
+            it such that their root mean square is some 0.3.
         item_features (`list[dict]`, *optional*):
             Categorical features of items, in the order of their columns. None by default.
         user_features (`list[dict]`, *optional*):
@@ -101,6 +102,7 @@ class GearConfig(PreTrainedConfig):
     model_type = "gear"
 
     content_size: int = 384
+    content_scale: float | int = 1.0
     item_features: list[dict] | None = None
     user_features: list[dict] | None = None
     behaviors: list[dict] | None = None
@@ -127,16 +129,6 @@ class GearConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):
-        if kwargs.get("model_type", self.model_type) != self.model_type:
-            raise ValueError(
-                f"`model_type` is {kwargs['model_type']!r}, but {type(self).__name__} needs {self.model_type!r}: open "
-                "the checkpoint with `AutoConfig` or `AutoModel`, which choose the class."
-            )
-        unknown = sorted(name for name in kwargs if name not in STANDARD_KEYS and not name.startswith("_"))
-        if unknown:  # the parent would keep them as attributes
-            close = difflib.get_close_matches(unknown[0], self.__dataclass_fields__, n=1, cutoff=0.8)
-            hint = f"; did you mean `{close[0]}`?" if close else "."
-            raise ValueError(f"Unknown configuration arguments {unknown} of {type(self).__name__}{hint}")
         self.item_features = list(self.item_features or [])
         self.user_features = list(self.user_features or [])
         if self.behaviors is None:
@@ -145,17 +137,6 @@ class GearConfig(PreTrainedConfig):
             self.feature_groups = random_groups(len(self.user_features))
         self.loss_weights = LOSS_WEIGHTS | (self.loss_weights or {})
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """Configuration from what a `config.json` holds.
-
-        Raises:
-            ValueError: If its `model_type` is missing or another class's, or it holds unknown arguments.
-        """
-        if "model_type" not in config_dict:
-            raise ValueError(f"The configuration has no `model_type`; a checkpoint of GEAR says {cls.model_type!r}.")
-        return super().from_dict(config_dict, **kwargs)
 
     @property
     def codebook_sizes(self) -> tuple[int, ...]:
@@ -203,6 +184,10 @@ class GearConfig(PreTrainedConfig):
                 f"`feature_groups` must hold each of the {len(self.user_features)} columns of `user_features` once, in "
                 f"groups that are not empty, got {self.feature_groups}."
             )
+
+    def validate_content_scale(self):
+        if not 0 < self.content_scale < float("inf"):
+            raise ValueError(f"`content_scale` must be positive and finite, got {self.content_scale}.")
 
     def validate_losses(self):
         if self.sigma <= 0:

@@ -75,7 +75,7 @@ class ItemFeatures(nn.Module):
 
     def __init__(self, config: GearConfig):
         super().__init__()
-        self.content_size = config.content_size
+        self.content_size, self.content_scale = config.content_size, config.content_scale
         self.categories = CategoricalEmbeddings(config.item_features, config.feature_size, "item_ids")
 
     def forward(self, content: torch.Tensor, item_ids: torch.LongTensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +86,7 @@ class ItemFeatures(nn.Module):
         """
         check_input(content, self.content_size, name="content")
         categories = self.categories(item_ids, len(content), content.device)
-        return torch.cat([content.to(dtype), categories.flatten(1).to(dtype)], 1)
+        return torch.cat([content.to(dtype) * self.content_scale, categories.flatten(1).to(dtype)], 1)
 
 
 class ItemTower(nn.Module):

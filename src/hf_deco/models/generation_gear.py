@@ -8,7 +8,7 @@ from .beam_search_sid import Beams, BeamSearch, ranks
 from .decoder_gear import GearScorer
 from .filters_sid import ItemFilter, ItemSet
 from .generation_config_sid import SIDGenerationConfig, SIDGenerationOutput
-from .generation_sid import SIDGenerationMixin, _collect
+from .generation_sid import SIDGenerationMixin, collect_results
 from .memory_gear import GearMemory
 
 # Beam widths of all levels but the last, and of the last.
@@ -93,7 +93,7 @@ class GearGenerationMixin(SIDGenerationMixin):
                 item_filter,
             )
             beams = search.run()
-        output = GearGenerationOutput(**_collect(beams, trie, num_users, number, item_filter))
+        output = GearGenerationOutput(**collect_results(beams, trie, num_users, number, item_filter))
         if rerank:
             output.rerank_vectors = self._read_on(search, beams, number) if num_users else self._no_vectors(0)
         return output if options.return_dict_in_generate else output.sequences

@@ -85,7 +85,7 @@ class SIDGenerationMixin:
             beams = search.run()
         else:
             beams = Beams.none(trie)
-        output = _collect(beams, trie, num_users, num_return_sequences, item_filter)
+        output = collect_results(beams, trie, num_users, num_return_sequences, item_filter)
         output.gates = None if pointer is None else pointer.gate
         return output if options.return_dict_in_generate else output.sequences
 
@@ -132,7 +132,7 @@ class SIDGenerationMixin:
             self.generation_config = SIDGenerationConfig.from_pretrained(pretrained_model_name_or_path, **loading)
 
 
-def _collect(
+def collect_results(
     beams: Beams, trie: SIDTrie, num_users: int, number: int, item_filter: ItemFilter | None
 ) -> SIDGenerationOutput:
     """Pad every user's beams to `number` rows and flatten."""

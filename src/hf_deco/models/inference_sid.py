@@ -22,6 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 
 from .attention_sid import SharedHistory, attend_shared
 from .layers_sid import drop
+from .trie import spread_ranges
 
 _MOST_GRAPHS = 64  # of one function, for all models of a process
 _LONG = 128  # attention scores of sequences of more tokens are better never kept
@@ -125,8 +126,7 @@ class Layout:
     def of(cls, lengths: torch.LongTensor) -> "Layout":
         """The layout of sequences of these lengths."""
         ends, width = lengths.cumsum(0), int(lengths.max()) if lengths.numel() else 0
-        rows = torch.arange(lengths.shape[0], device=lengths.device).repeat_interleave(lengths)
-        positions = torch.arange(rows.shape[0], device=lengths.device) - (ends - lengths)[rows]
+        rows, positions = spread_ranges(torch.zeros_like(lengths), lengths)
         return cls(lengths, positions, rows * width + positions, (ends - 1).clamp(min=0), width)
 
     def pad(self, flat: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from .modeling_sid import SIDRetrievalModel, SIDRetrievalOutput
 from .pointer_sid import BeamCopies, CopyState
 from .scorers_sid import BackboneScorer
 from .scoring_sid import Targets
+from .trie import spread_ranges
 
 
 @dataclass
@@ -37,8 +38,7 @@ class Prefixes:
     def of(cls, targets: Targets, num_users: int) -> "Prefixes":
         """The tokens that some branching level still needs: all codes before the last such level."""
         lengths = (targets.depth - 1).clamp(min=0)
-        rows = torch.arange(len(targets), device=lengths.device).repeat_interleave(lengths)
-        levels = torch.arange(rows.shape[0], device=rows.device) - (lengths.cumsum(0) - lengths)[rows]
+        rows, levels = spread_ranges(torch.zeros_like(lengths), lengths)
         users = targets.users[rows]
         counts = torch.bincount(users, minlength=num_users)
         slots = torch.arange(rows.shape[0], device=rows.device) - (counts.cumsum(0) - counts)[users]

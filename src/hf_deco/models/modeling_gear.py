@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
-from .checkpoint_sid import CheckpointModel, refuse_root_adapter
+from .checkpoint_sid import CheckpointModel
 from .configuration_gear import LOSS_WEIGHTS, GearConfig
 from .decoder_gear import GearDecoder
 from .encoding_gear import GearEncodingMixin
@@ -19,7 +18,7 @@ from .generation_gear import GearGenerationMixin
 from .losses_gear import check_non_negative, generator_loss, generator_weights, lambda_loss
 from .memory_gear import MemoryEncoder
 from .quantization import ResidualQuantizer
-from .trie import SIDTrie, check_codes
+from .trie import check_codes
 from .vector_quantization import UNIFORM_RANGE, VectorQuantizer
 
 # What is trained at every stage (the paper's progressive warm-up); a later stage trains all that an earlier one does.
@@ -84,6 +83,7 @@ class GearForSIDRetrieval(CheckpointModel, GearEncodingMixin, GearGenerationMixi
     config: GearConfig
     base_model_prefix = "model"
     main_input_name = "content"
+    _has_pipeline = False  # its inputs are features
     generation_config_class = SIDGenerationConfig
 
     def __init__(self, config: GearConfig):
@@ -100,8 +100,7 @@ class GearForSIDRetrieval(CheckpointModel, GearEncodingMixin, GearGenerationMixi
             restart_dead_codes=config.restart_dead_codes,
         )
         self.memory_encoder, self.decoder = MemoryEncoder(config), GearDecoder(config)
-        self.register_buffer("catalog_codes", torch.zeros((config.num_items, config.num_codebooks), dtype=torch.int32))
-        self._trie: SIDTrie | None = None
+        self._add_catalog()
         self.stage = "joint"
         self.post_init()
 
@@ -119,23 +118,6 @@ class GearForSIDRetrieval(CheckpointModel, GearEncodingMixin, GearGenerationMixi
         elif isinstance(module, GearForSIDRetrieval):
             init.zeros_(module.catalog_codes)
 
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
-        self._trie = None  # the catalog may be another one
-
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save the model, its catalog and its code; see [`PreTrainedModel.save_pretrained`].
-
-        Raises:
-            ValueError: If the folder holds an adapter at its root.
-        """
-        refuse_root_adapter(save_directory)
-        # Past the parent, which offers a pipeline that reads histories of item ids.
-        PreTrainedModel.save_pretrained(self, save_directory, *args, **kwargs)
-
-    def get_input_embeddings(self):
-        return None  # there is no table of text tokens
-
     def set_stage(self, stage: str) -> None:
         """Choose what `forward` trains.
 
@@ -151,19 +133,9 @@ class GearForSIDRetrieval(CheckpointModel, GearEncodingMixin, GearGenerationMixi
         self.stage = stage
 
     @property
-    def trie(self) -> SIDTrie:
-        """Trie of the catalog, on the model's device; built when first asked for."""
-        if self.config.num_items == 0:
-            raise ValueError("The model carries no catalog: call `model.set_catalog(codes)` first.")
-        if self._trie is None:
-            self._trie = SIDTrie(self.catalog_codes, self.config.codebook_sizes)
-        self._trie = self._trie.to(self.catalog_codes.device)
-        return self._trie
-
-    @property
     def tokenizer_version(self) -> str:
         """Fingerprint of all weights that decide an item's vector and codes: 64 hexadecimal digits."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(f"{self.config.content_scale}".encode())
         for part in (self.item_features, self.item_tower, self.quantizer):
             for name, tensor in sorted(part.state_dict().items()):
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -181,11 +153,7 @@ class GearForSIDRetrieval(CheckpointModel, GearEncodingMixin, GearGenerationMixi
         Raises:
             ValueError: If the codes do not fit the model's codebooks. The old catalog then stays.
         """
-        codes = torch.as_tensor(codes)
-        check_codes(codes, self.config.codebook_sizes)
-        trie = SIDTrie(codes.to(self.catalog_codes.device), self.config.codebook_sizes)
-        self.catalog_codes = codes.to(device=self.catalog_codes.device, dtype=torch.int32).clone()
-        self.config.num_items, self._trie = codes.shape[0], trie
+        super().set_catalog(codes)
         self.config.catalog_version = self.tokenizer_version if version is None else version
 
     def no_decay_parameters(self) -> list[str]:

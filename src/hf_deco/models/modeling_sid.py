@@ -23,7 +23,6 @@ from .layers_sid import (
 from .pointer_sid import CopyPointer, CopyState, TargetCopies
 from .pretrained_sid import PretrainedBackboneMixin
 from .scoring_sid import LevelScores, Targets, gold_log_probs, score_level
-from .trie import SIDTrie, check_codes
 
 
 @dataclass
@@ -99,8 +98,7 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
         self.backbone = make_transformer(config.text_config)
         self.start_state = nn.Parameter(torch.empty(config.text_config.hidden_size))
         self.pointer = CopyPointer(config.text_config.hidden_size) if config.copy_pointer else None
-        self.register_buffer("catalog_codes", torch.zeros((config.num_items, config.num_codebooks), dtype=torch.int32))
-        self._trie: SIDTrie | None = None
+        self._add_catalog()
         self.kernels = EAGER  # what inference computes between matrix products; an engine gives compiled ones
         add_residual_dropout(self.backbone, config.dropout)
 
@@ -111,38 +109,6 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
             init.zeros_(module.catalog_codes)
             if module.pointer is not None:  # here, for a module without parameters of its own is never asked
                 init.constant_(module.pointer.gate_proj.bias, -2.0)  # copying has to earn its share
-
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
-        self._trie = None  # the catalog may be another one
-
-    def get_input_embeddings(self):
-        return None  # histories are codes: there is no table of text tokens
-
-    @property
-    def trie(self) -> SIDTrie:
-        """Trie of the catalog, on the model's device; built when first asked for."""
-        if self.config.num_items == 0:
-            raise ValueError("The model carries no catalog: call `model.set_catalog(codes)` first.")
-        if self._trie is None:
-            self._trie = SIDTrie(self.catalog_codes, self.config.codebook_sizes)
-        self._trie = self._trie.to(self.catalog_codes.device)
-        return self._trie
-
-    def set_catalog(self, codes: torch.Tensor) -> None:
-        """Replace the catalog; weights stay as they are.
-
-        Args:
-            codes (`torch.Tensor` or array of shape `(N, K)`): SID of every item, row `i` for item row `i`.
-
-        Raises:
-            ValueError: If the codes do not fit the model's codebooks. The old catalog then stays.
-        """
-        codes = torch.as_tensor(codes)
-        check_codes(codes, self.config.codebook_sizes)
-        trie = SIDTrie(codes.to(self.catalog_codes.device), self.config.codebook_sizes)
-        self.catalog_codes = codes.to(device=self.catalog_codes.device, dtype=torch.int32).clone()
-        self.config.num_items, self._trie = codes.shape[0], trie
 
     @torch.no_grad()
     def init_code_tables(self, codebooks: list) -> None:

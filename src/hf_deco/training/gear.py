@@ -31,9 +31,10 @@ from .preparation import prepare_embeddings
 from .results import add_rows, changed_arguments, read_rows, write_json
 
 PREFIX = "eval_"
-# Root mean square of content embeddings. Rows of length 1, as embedders give them, are so small that the signal of a
-# user dies in the tower, and all users get the same items; much larger ones drown the categories beside them.
-CONTENT_SCALE = 0.3
+# Root mean square of content embeddings as the model reads them. Rows of length 1, as embedders give them, are so
+# small that the signal of a user dies in the tower, and all users get the same items; much larger ones drown the
+# categories beside them.
+CONTENT_RMS = 0.3
 # What an untrained floor depends on.
 _FLOOR_OPTIONS = ("log", "min_purchases", "eval_users", "cutoffs", "ltr_steps", "rq_steps", "max_steps")
 _FLOOR_OPTIONS += ("per_device_train_batch_size",)
@@ -122,7 +123,7 @@ def prepare_stream(args: GearTrainingArguments) -> EventLog:
     # A table is embedded once for all runs; another cut of it has a folder of its own.
     shared.output_dir = str(Path(args.data_dir) / f"items{len(items)}")
     embeddings = prepare_embeddings(shared, items, resume=True)
-    return read_event_log(roles, items, embeddings * (CONTENT_SCALE / np.sqrt(np.square(embeddings).mean())))
+    return read_event_log(roles, items, embeddings)
 
 
 def make_config(args: GearTrainingArguments, log: EventLog) -> GearConfig:
@@ -138,6 +139,7 @@ def make_config(args: GearTrainingArguments, log: EventLog) -> GearConfig:
     weights = dict(zip(LOSS_WEIGHTS, args.loss_weights, strict=True))
     return GearConfig(
         content_size=log.content.shape[1],
+        content_scale=CONTENT_RMS / float(np.sqrt(np.square(log.content, dtype=np.float64).mean())),
         item_features=log.item_features,
         user_features=log.user_features,
         behaviors=[

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-import yaml
 from transformers import HfArgumentParser
 
+from ..data.tables import read_mapping
 from .arguments import DecoTrainingArguments, own_options
 
 # Of the parent class's hundred options, those that a first reader wants; and ours that are there for the parent's sake.
@@ -70,12 +70,7 @@ def parse_arguments(
 
 def read_options(path: str | Path, kind: type[DecoTrainingArguments] = DecoTrainingArguments) -> dict:
     """Options of a YAML file, checked by name."""
-    try:
-        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"`config` {str(path)!r} is no YAML ({error}).") from error
-    if not isinstance(options, dict):
-        raise ValueError(f"`config` {str(path)!r} must hold a mapping of options, got {type(options).__name__}.")
+    options = read_mapping(path, "config")
     unknown = sorted(set(options) - {item.name for item in fields(kind)})
     if unknown:
         raise ValueError(f"`config` {str(path)!r} holds unknown options: {', '.join(unknown)}.")
