@@ -10,6 +10,8 @@ the file or on the command line; `--help` lists them. `--resume_from_checkpoint 
 folder stopped.
 """
 
+from accelerate import PartialState
+
 from hf_deco.training.parser import parse_arguments
 from hf_deco.training.report import format_metrics
 from hf_deco.training.run import train
@@ -24,3 +26,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # Threads of a process group that is left to the interpreter can abort it on its way out.
+    PartialState().destroy_process_group()

@@ -19,6 +19,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from accelerate import PartialState
+
 from hf_deco.evaluation.plots import plot_lines
 from hf_deco.training.gear import train_gear
 from hf_deco.training.gear_arguments import ABLATIONS, GearTrainingArguments
@@ -110,3 +112,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    # Threads of a process group that is left to the interpreter can abort it on its way out.
+    PartialState().destroy_process_group()

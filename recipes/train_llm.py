@@ -11,6 +11,8 @@ folder stopped, in either stage. FSDP and DeepSpeed are set up by `accelerate co
 two launches, `--stage grounding` and `--stage recommendation --start_from <output_dir>/grounded`.
 """
 
+from accelerate import PartialState
+
 from hf_deco.training.llm_arguments import LLMTrainingArguments
 from hf_deco.training.llm_run import train_llm
 from hf_deco.training.parser import parse_arguments
@@ -29,3 +31,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # Threads of a process group that is left to the interpreter can abort it on its way out.
+    PartialState().destroy_process_group()
