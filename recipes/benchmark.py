@@ -2,15 +2,21 @@
 
     OMP_NUM_THREADS=1 python recipes/benchmark.py --quick
     OMP_NUM_THREADS=1 python recipes/benchmark.py --json recipes/results/benchmark_cpu.json
+    OMP_NUM_THREADS=1 python recipes/benchmark.py --catalogs --cpu-time --json recipes/results/benchmark_catalog.json
 
 Weights are random: time does not depend on them, except where a bound lets the search stop early (`num_results` below
 `num_beams`), which trained weights make likelier. Every point of the grid differs from the base point (backbone L, 32
 users, 100 beams, histories of 20, 4 levels, a catalog of 12,101 items) in one thing. At a point all systems take turns,
 in a new order every round, on the same users; medians are over rounds. Each system is given compiled kernels and
-forced levels to skip; `/unskipped` goes without the skipping. Prefill is all up to the first code, search the rest.
+forced levels to skip; `/unskipped` goes without the skipping. Prefill is all up to the first code, search the rest;
+`deco/stored` searches from concepts that were computed before and has no prefill. With `--catalogs` the points differ
+in the number of items, and all take turns. `--cpu-time` counts what one thread spends of its processor, where others
+use the machine.
 
 The floor of a row is what the machine, measured on the spot, needs for its matrix products at the rate of the best
-product, or for reading the weights, whichever takes longer. Plots are written beside the JSON file.
+product, or for reading the weights, whichever takes longer. Plots are written beside the JSON file; with
+`--accuracies`, the rows of a study of `recipes/compare.py`, also the plane of accuracy and throughput, at the study's
+backbone.
 """
 
 from __future__ import annotations
@@ -21,14 +27,16 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from benchmark_grid import BEST, QWEN_05B, Point, catalogs, grid, read_point
 from benchmark_trie import peak_mib
+from compare import draw_plane
 from transformers import set_seed
 
 from hf_deco import BackboneConfig, BackboneForSIDRetrieval, DecoConfig, DecoForSIDRetrieval
@@ -38,67 +46,9 @@ from hf_deco.evaluation.plots import plot_lines
 from hf_deco.models.beam_search_sid import BeamSearch
 from hf_deco.models.inference_sid import EAGER, Kernels
 from hf_deco.serving.engine import has_compiler, preferred_dtype
-from hf_deco.training.results import write_json
+from hf_deco.training.results import read_rows, write_json
 
-QWEN_05B = {
-    "model_type": "qwen2",
-    "vocab_size": 1,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-}
-BEST = ("deco", "fused_gr", "flat_gr")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One point of the grid."""
-
-    backbone: str = "L"
-    num_items: int = 12_101
-    num_codebooks: int = 4
-    history_length: int = 20
-    batch_size: int = 32
-    num_beams: int = 100
-    num_results: int = 100
-    systems: tuple[str, ...] = BEST
-
-
-def grid(quick: bool) -> list[Point]:
-    """The points that are measured."""
-    base = Point()
-    first = replace(base, systems=(*BEST, "deco/unskipped", "fused_gr/unskipped", "deco/dense_mask"))
-    stock = replace(base, batch_size=1, systems=(*BEST, "transformers_generate"))
-    top = replace(base, num_results=10)
-    wide = replace(base, num_beams=1000, num_results=1000, systems=("deco",))
-    if quick:
-        return [first, stock, top, replace(base, batch_size=1), wide]
-    points = [first, stock, replace(stock, batch_size=8), top, wide]
-    points += [replace(base, batch_size=size) for size in (1, 8, 128)]
-    points += [replace(base, num_beams=beams, num_results=beams) for beams in (10, 500)]
-    points += [replace(base, num_beams=beams, num_results=10) for beams in (500, 1000)]
-    points += [replace(base, history_length=100), replace(base, num_items=207_649)]
-    points += [replace(base, num_codebooks=levels, systems=("deco", "fused_gr")) for levels in (2, 3, 6, 8)]
-    points += [replace(base, backbone=name) for name in ("S", "M")]
-    points += [replace(base, backbone="Qwen2.5-0.5B", systems=("deco", "fused_gr"))]
-    return [*points, replace(base, num_items=10_000_000, systems=("deco",))]
-
-
-def read_point(values: list[str]) -> Point:
-    """The point that the command line asks for."""
-    given = dict(value.split("=", 1) for value in values)
-    unknown = set(given) - set(vars(Point()))
-    if unknown:
-        raise SystemExit(f"`--point` knows {', '.join(vars(Point()))}; got {', '.join(sorted(unknown))}.")
-    texts = {name: given.pop(name) for name in ("backbone", "systems") if name in given}
-    point = replace(Point(), **{name: int(value) for name, value in given.items()})
-    if "num_results" not in given:
-        point = replace(point, num_results=point.num_beams)
-    systems = tuple(texts["systems"].split(",")) if "systems" in texts else point.systems
-    return replace(point, backbone=texts.get("backbone", point.backbone), systems=systems)
+UNSKIPPED = ("/unskipped", "/dense_mask")
 
 
 def synthetic_codes(num_items: int, num_codebooks: int, size: int, seed: int) -> torch.Tensor:
@@ -122,26 +72,31 @@ def synthetic_codes(num_items: int, num_codebooks: int, size: int, seed: int) ->
 class Machine:
     """What this machine does at best, in one data type."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, clock: Callable[[], float]):
         rates = []
         for rows, width, columns in ((640, 640, 2560), (3200, 256, 1024), (4096, 1024, 1024)):
             left, right = torch.randn(rows, width, dtype=dtype), torch.randn(columns, width, dtype=dtype)
-            seconds = min(_lap(lambda left=left, right=right: F.linear(left, right)) for _ in range(12))
+            seconds = min(_lap(lambda left=left, right=right: F.linear(left, right), clock) for _ in range(12))
             rates.append(2 * rows * width * columns / seconds)
         self.flops_per_s = max(rates)
         source = torch.zeros(2**28, dtype=torch.uint8)
         target = torch.empty_like(source)
-        self.bytes_per_s = 2 * source.numel() / min(_lap(lambda: target.copy_(source)) for _ in range(5))
+        self.bytes_per_s = 2 * source.numel() / min(_lap(lambda: target.copy_(source), clock) for _ in range(5))
 
     def floor_s(self, multiplications: float, weight_bytes: float) -> float:
         """Seconds that so many multiply-adds and bytes of weights take at least."""
         return max(2 * multiplications / self.flops_per_s, weight_bytes / self.bytes_per_s)
 
 
-def _lap(function: Callable) -> float:
-    start = time.perf_counter()
+def _lap(function: Callable, clock: Callable[[], float]) -> float:
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def clock_of(args) -> Callable[[], float]:
+    """What tells the time: of the wall, or what the process has spent of its processor's."""
+    return time.process_time if args.cpu_time else time.perf_counter
 
 
 def build(system: str, point: Point, codes: torch.Tensor, args) -> torch.nn.Module:
@@ -210,7 +165,8 @@ class Rivals:
     """The systems of one point, ready to take turns."""
 
     def __init__(self, point: Point, codes: torch.Tensor, args):
-        self.point, self.args, self.models = point, args, {}
+        self.point, self.models, self.clock = point, {}, clock_of(args)
+        self.weight_bytes = torch.finfo(args.dtype).bits // 8
         for name in point.systems:
             base = "flat_gr" if name == "transformers_generate" else name.split("/")[0]
             if base not in self.models:
@@ -219,23 +175,27 @@ class Rivals:
         rows = torch.randint(0, len(codes), (point.batch_size, point.history_length), generator=generator)
         self.item_codes, self.mask = codes[rows].long(), torch.ones_like(rows)
         self.stock = StockGenerate(self.models["flat_gr"]) if "transformers_generate" in point.systems else None
+        self.stored = self.models["deco"].encode(self.item_codes, self.mask).concepts if "deco" in self.models else None
 
     def run(self, name: str) -> tuple[float, float]:
         """Seconds of prefill and of search; all are prefill's where they cannot be told apart."""
-        point, start = self.point, time.perf_counter()
+        point, clock = self.point, self.clock
+        start = clock()
         if name == "transformers_generate":
             self.stock.generate(self.item_codes, self.mask, point.num_beams)
-            return time.perf_counter() - start, 0.0
+            return clock() - start, 0.0
         scorer, model = self.scorer(name)
-        middle = time.perf_counter()
+        middle = start if name.endswith("/stored") else clock()
         if name.endswith("/dense_mask"):
             dense_beam_search(scorer, model.trie, point.num_beams)
         else:
             self.search(name, scorer, model).run()
-        return middle - start, time.perf_counter() - middle
+        return middle - start, clock() - middle
 
     def scorer(self, name: str):
         model = self.models[name.split("/")[0]]
+        if name.endswith("/stored"):
+            return model._start_search(None, None, self.stored, None)[0], model
         return model._start_search(self.item_codes, self.mask, None, None)[0], model
 
     def search(self, name: str, scorer, model) -> BeamSearch:
@@ -250,31 +210,38 @@ class Rivals:
             dense_beam_search(work, model.trie, self.point.num_beams)
         else:
             self.search(name, work, model).run()
-        size = torch.finfo(self.args.dtype).bits // 8
+        size = self.weight_bytes
         transformer = model.decoder if isinstance(model, DecoForSIDRetrieval) else model.backbone
         prefill = machine.floor_s(
             prefill_multiplications(model, self.point), size * _matrix_elements(model.backbone.layers)
         )
+        prefill *= not name.endswith("/stored")
         return prefill, machine.floor_s(work.multiplications(), size * _matrix_elements(transformer))
 
 
 @torch.inference_mode()
-def measure(point: Point, codes: torch.Tensor, machine: Machine, args) -> list[dict]:
-    """One row for every system of a point."""
-    rivals = Rivals(point, codes, args)
-    laps: dict[str, list[tuple[float, float]]] = {name: [] for name in point.systems}
+def measure(points: list[Point], tables: dict[tuple[int, int], torch.Tensor], machine: Machine, args) -> list[dict]:
+    """One row for every system of every point; all take turns."""
+    rivals = [Rivals(point, tables[point.num_items, point.num_codebooks], args) for point in points]
+    laps: dict[tuple[int, str], list[tuple[float, float]]] = {
+        (place, name): [] for place, point in enumerate(points) for name in point.systems
+    }
     order = list(laps)
     for turn in range(args.warm_up + args.rounds):
         random.Random(turn).shuffle(order)
-        for name in order:
-            slow = name == "transformers_generate" and len(laps[name]) >= args.slow_rounds
-            lap = None if slow or (name == "transformers_generate" and turn < args.warm_up - 1) else rivals.run(name)
-            if turn >= args.warm_up and lap is not None:
-                laps[name].append(lap)
+        for key in order:
+            place, name = key
+            stock = name == "transformers_generate"
+            if stock and (turn < args.warm_up - 1 or len(laps[key]) >= args.slow_rounds):
+                continue
+            lap = rivals[place].run(name)
+            if turn >= args.warm_up:
+                laps[key].append(lap)
     rows = []
-    for name, found in laps.items():
-        floor = rivals.floors(name, machine) if name != "transformers_generate" else None
-        rows.append(make_row(name, point, np.array(found), floor, args) | {"nodes": trie_shape(rivals)})
+    for (place, name), found in laps.items():
+        floor = rivals[place].floors(name, machine) if name != "transformers_generate" else None
+        row = make_row(name, points[place], np.array(found), floor, args)
+        rows.append(row | {"nodes": trie_shape(rivals[place])})
     return rows
 
 
@@ -290,8 +257,9 @@ def make_row(name: str, point: Point, laps: np.ndarray, floor: tuple[float, floa
     row = {"system": name, "catalog": "random SIDs", "backbone": point.backbone}
     row |= {key: getattr(point, key) for key in ("num_items", "num_codebooks", "history_length", "batch_size")}
     row |= {"num_beams": point.num_beams, "num_results": point.num_beams if stock else point.num_results}
-    row |= {"skip_forced": not stock and "/" not in name, "dtype": str(args.dtype).removeprefix("torch.")}
+    row |= {"skip_forced": not stock and not name.endswith(UNSKIPPED), "dtype": str(args.dtype).removeprefix("torch.")}
     row |= {"compiled": args.compile and not stock, "threads": torch.get_num_threads(), "rounds": len(laps)}
+    row["clock"] = "process" if args.cpu_time else "wall"
     row["prefill_ms_per_user"] = None if stock else float(np.median(laps[:, 0])) * per_user
     row["search_ms_per_user"] = None if stock else float(np.median(laps[:, 1])) * per_user
     row["total_ms_per_user"] = float(np.median(total)) * per_user
@@ -305,7 +273,7 @@ def make_row(name: str, point: Point, laps: np.ndarray, floor: tuple[float, floa
 
 
 def plots(rows: list[dict], path: Path) -> None:
-    """Cost against users per batch, beam width, catalog size and SID levels, beside the JSON file."""
+    """Cost against users per batch, beam width, catalog size and SID levels, where rows differ in them."""
     base = Point()
     for name, label in (
         ("batch_size", "users per batch"),
@@ -313,17 +281,22 @@ def plots(rows: list[dict], path: Path) -> None:
         ("num_items", "items"),
         ("num_codebooks", "SID levels"),
     ):
-        others = [
-            key for key in ("backbone", "num_items", "num_codebooks", "history_length", "batch_size", "num_beams")
-        ]
-        others.remove(name)
+        if len({row[name] for row in rows}) == 1:
+            continue
+        others = {"backbone", "num_items", "num_codebooks", "history_length", "batch_size", "num_beams"} - {name}
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             whole = row["num_results"] == row["num_beams"]
-            if whole and "/" not in row["system"] and all(row[key] == getattr(base, key) for key in others):
+            if (
+                whole
+                and not row["system"].endswith(UNSKIPPED)
+                and all(row[key] == getattr(base, key) for key in others)
+            ):
                 lines.setdefault(row["system"], []).append((row[name], row["total_ms_per_user"]))
         plot_lines(lines, label, "milliseconds per user", path.with_name(f"{path.stem}_{name}.png"))
-    plot_lines(under_budget(rows), "p95 budget (ms)", "users per second", path.with_name(f"{path.stem}_budget.png"))
+        if name == "batch_size":
+            budget = path.with_name(f"{path.stem}_budget.png")
+            plot_lines(under_budget(rows), "p95 budget (ms)", "users per second", budget)
 
 
 def under_budget(rows: list[dict]) -> dict[str, list[tuple[float, float]]]:
@@ -331,7 +304,7 @@ def under_budget(rows: list[dict]) -> dict[str, list[tuple[float, float]]]:
     base, lines = Point(), {}
     same = [key for key in vars(base) if key not in ("batch_size", "systems")]
     for row in rows:
-        if "/" not in row["system"] and all(row[key] == getattr(base, key) for key in same):
+        if not row["system"].endswith(UNSKIPPED) and all(row[key] == getattr(base, key) for key in same):
             lines.setdefault(row["system"], []).append((row["p95_ms"], row["users_per_s"]))
     for points in lines.values():
         points.sort()
@@ -340,15 +313,42 @@ def under_budget(rows: list[dict]) -> dict[str, list[tuple[float, float]]]:
     return lines
 
 
+def plane(rows: list[dict], accuracies: list[dict], backbone: str, path: Path) -> None:
+    """Draw what a study's systems reach against what they cost at the first point of its backbone."""
+    known, speeds = {row["system"] for row in accuracies}, {}
+    for row in rows:
+        if row["backbone"] == backbone and row["system"] in known:
+            speeds.setdefault(row["system"], row)
+    draw_plane(accuracies, list(speeds.values()), path.with_name(f"{path.stem}_tradeoff.png"))
+
+
+def study_backbone(accuracies: list[dict], path: Path) -> str:
+    """The backbone of a study's trained systems."""
+    found = {row["config"]["backbone"] for row in accuracies if "backbone" in row.get("config", {})}
+    if len(found) != 1:
+        raise SystemExit(f"`--accuracies` must hold runs of one backbone, got {sorted(found)} in {str(path)!r}.")
+    return found.pop()
+
+
 def main(args: argparse.Namespace) -> None:
-    machine, rows = Machine(args.dtype), []
+    if args.accuracies:
+        if not args.json:
+            raise SystemExit("`--accuracies` is drawn beside the file that `--json` names: give both.")
+        accuracies = read_rows(args.accuracies)
+        backbone = study_backbone(accuracies, args.accuracies)
+    machine, rows = Machine(args.dtype, clock_of(args)), []
     print(f"{machine.flops_per_s / 1e9:.0f} GFLOP/s, {machine.bytes_per_s / 1e9:.1f} GB/s, {args.dtype}", flush=True)
-    catalogs: dict[tuple[int, int], torch.Tensor] = {}
-    for point in [read_point(args.point)] if args.point else grid(args.quick):
-        key = (point.num_items, point.num_codebooks)
-        if key not in catalogs:
-            catalogs[key] = synthetic_codes(*key, args.codebook_size, args.seed)
-        for row in measure(point, catalogs[key], machine, args):
+    tables: dict[tuple[int, int], torch.Tensor] = {}
+    groups = [[point] for point in ([read_point(args.point)] if args.point else grid(args.quick))]
+    groups = [catalogs()] if args.catalogs else groups
+    if args.accuracies and all(point.backbone != backbone for group in groups for point in group):
+        groups.append([replace(groups[0][0], backbone=backbone, systems=BEST)])
+    for group in groups:
+        for point in group:
+            key = (point.num_items, point.num_codebooks)
+            if key not in tables:
+                tables[key] = synthetic_codes(*key, args.codebook_size, args.seed)
+        for row in measure(group, tables, machine, args):
             row["machine"] = {"gflop_per_s": machine.flops_per_s / 1e9, "gb_per_s": machine.bytes_per_s / 1e9}
             rows.append(row)
             print(describe(row), flush=True)
@@ -356,6 +356,8 @@ def main(args: argparse.Namespace) -> None:
                 write_json(args.json, rows)
     if args.json:
         plots(rows, args.json)
+    if args.accuracies:
+        plane(rows, accuracies, backbone, args.json)
 
 
 def describe(row: dict) -> str:
@@ -374,6 +376,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--point", nargs="+", metavar="NAME=VALUE", help="one point instead, as: batch_size=8 num_beams=50"
     )
+    parser.add_argument("--catalogs", action="store_true", help="catalogs of 12 thousand to 10 million items instead")
+    parser.add_argument("--cpu-time", action="store_true", help="time of the processor, not of the wall")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--slow-rounds", type=int, default=2, help="rounds of transformers' generate (default: 2)")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before (default: 2)")
@@ -382,6 +386,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="by default what this machine is best at")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file of the result rows, plots beside it")
+    parser.add_argument("--accuracies", type=Path, help="result rows of `recipes/compare.py`, for the plane of both")
     arguments = parser.parse_args()
     arguments.compile &= has_compiler()
     arguments.dtype = getattr(torch, arguments.dtype) if arguments.dtype else preferred_dtype(torch.device("cpu"))

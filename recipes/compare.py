@@ -174,6 +174,15 @@ def _cell(found: list[dict], name: str) -> str:
     return f"{statistics.mean(values):.4f}{deviation}"
 
 
+def draw_plane(rows: list[dict], speeds: list[dict], path: Path) -> None:
+    """Accuracy of every timed system, the mean over its seeds, against its throughput."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["system"], []).append(row["metrics"]["ndcg@10"])
+    points = {row["system"]: (row["users_per_s"], statistics.mean(found[row["system"]])) for row in speeds}
+    plot_tradeoff(points, path)
+
+
 def main(path: Path, results: Path) -> None:
     study = read_study(path)
     results_file = results / f"{study['study']}.json"
@@ -183,14 +192,7 @@ def main(path: Path, results: Path) -> None:
     rows = read_rows(results_file)
     table = summarise(study, rows, speeds)
     (results / f"{study['study']}.md").write_text(table + "\n", encoding="utf-8")
-    accuracy = {
-        row["system"]: statistics.mean(
-            other["metrics"]["ndcg@10"] for other in rows if other["system"] == row["system"]
-        )
-        for row in rows
-    }
-    points = {row["system"]: (row["users_per_s"], accuracy[row["system"]]) for row in speeds}
-    plot_tradeoff(points, results / f"{study['study']}.png")
+    draw_plane(rows, speeds, results / f"{study['study']}.png")
     print(table)
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_deco import SIDTrie
-from hf_deco.models.beam_search_sid import BeamSearch, Candidates, PrefixStates, pad_per_user, ranks
+from hf_deco.models.beam_search_sid import BeamSearch, Candidates, PrefixStates
 
 MODELS = [("deco", "fused"), ("deco", "flat"), ("backbone", "fused"), ("backbone", "flat")]
 NAN, INF = math.nan, math.inf
@@ -45,8 +45,9 @@ class TableScorer:
 
 
 def complete(*sizes):
-    """Every SID of these codebooks."""
-    return SIDTrie(torch.tensor(list(itertools.product(*map(range, sizes)))), sizes)
+    """Every SID of so many codes a level, in codebooks as large as the largest of them."""
+    codes = torch.tensor(list(itertools.product(*map(range, sizes))))
+    return SIDTrie(codes, [max(sizes)] * len(sizes))
 
 
 def found_by(beams):
@@ -288,14 +289,3 @@ def test_joined_candidates_are_by_beam_and_keep_the_order_of_children():
     assert joined.nodes.tolist() == [3, 0, 1, 7, 4, 5, 6, 2]
     assert torch.equal(joined.codes, joined.nodes + 100)
     assert torch.equal(joined.log_probs, joined.nodes / 2) and torch.equal(joined.scores, -joined.nodes.float())
-
-
-def test_scores_are_padded_per_user():
-    users = torch.tensor([0, 0, 2, 3, 3, 3])
-    scores = torch.tensor([-1.0, NAN, -2.0, -3.0, -INF, -4.0])
-    padded, starts = pad_per_user(scores, users, 5)
-    nothing = [-INF] * 3
-    assert padded.tolist() == [[-1, -INF, -INF], nothing, [-2, -INF, -INF], [-3, -INF, -4], nothing]
-    assert starts.tolist() == [0, 2, 2, 3, 6]
-    assert scores.isnan().sum() == 1  # not written to
-    assert ranks(users, 5).tolist() == [0, 1, 0, 0, 1, 2]

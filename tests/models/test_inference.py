@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModel, Qwen2Config, Qwen2Model
 
+from hf_deco.models import inference_sid
 from hf_deco.models.attention_sid import SharedHistory
 from hf_deco.models.decoder_sid import DecoderContext
 from hf_deco.models.inference_sid import EAGER, FlatTransformer, Kernels, Layout
@@ -387,7 +388,10 @@ def compiler():
 
 @torch.no_grad()
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-def test_compiled_kernels_serve_any_number_of_tokens_with_one_graph_each(make_model, make_histories, compiler):
+def test_compiled_kernels_serve_any_number_of_tokens_with_one_graph_each(
+    make_model, make_histories, monkeypatch, compiler
+):
+    monkeypatch.setattr(inference_sid, "FEW_ROWS", 1)
     shape = {
         "model_type": "qwen2", "vocab_size": 1, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -410,6 +414,7 @@ def test_compiled_kernels_serve_any_number_of_tokens_with_one_graph_each(make_mo
 
 @torch.no_grad()
 def test_models_of_many_shapes_do_not_reach_the_limit_at_which_the_compiler_gives_up(make_qwen, monkeypatch, compiler):
+    monkeypatch.setattr(inference_sid, "FEW_ROWS", 1)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # spares the seconds of C++
     kernels = Kernels(rms_norm=Kernels.compiled().rms_norm)
 
@@ -425,3 +430,19 @@ def test_models_of_many_shapes_do_not_reach_the_limit_at_which_the_compiler_give
     with ThreadPoolExecutor(1) as thread:  # torch's settings are a thread's own
         list(thread.map(read, range(24, 30, 2)))
     assert compiler["stats"]["unique_graphs"] == 14
+
+
+@torch.no_grad()
+def test_few_rows_are_not_worth_a_call_of_compiled_functions(make_qwen, monkeypatch):
+    monkeypatch.setattr(inference_sid, "FEW_ROWS", 4)
+    model, rows = make_qwen(), []
+    noting = Kernels(rms_norm=lambda tokens, *args: rows.append(len(tokens)) or EAGER.rms_norm(tokens, *args))
+    flat = FlatTransformer(model, noting)
+    for lengths in ([2, 2], [2, 3]):
+        layout = Layout.of(torch.tensor(lengths))
+        tokens = random_tokens(sum(lengths), model.config.hidden_size)
+        flat.read_sequences(tokens, layout)
+    assert set(rows) == {5}
+    rows.clear()
+    flat.read_sequences(tokens, layout, last_only=True)
+    assert len(rows) == model.config.num_hidden_layers  # all but the last norm, of two rows

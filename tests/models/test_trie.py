@@ -207,3 +207,12 @@ def test_bad_codes_are_named(codes, message):
 
 def test_codes_at_both_ends_of_their_level_are_fine():
     check_codes(torch.tensor([[0, 0], [3, 4]]), (4, 5))
+
+
+def test_child_penalties_leave_children_alone():
+    trie = SIDTrie(torch.tensor([[0, 1], [2, 0], [0, 3], [2, 2]]), (3, 4))
+    off = -torch.inf
+    assert trie.child_penalties(0).tolist() == [[0, off, 0]]
+    assert trie.child_penalties(1).tolist() == [[off, 0, off, 0], [0, off, 0, off]]
+    assert [trie.most_children(level) for level in range(2)] == [2, 2]
+    assert SIDTrie(torch.tensor([[0, 1], [2, 0], [2, 3], [2, 1]]), (3, 4)).most_children(1) == 3

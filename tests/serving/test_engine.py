@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from hf_deco import DecoProcessor
+from hf_deco.models import inference_sid
 from hf_deco.models.filters_sid import ItemSet
 from hf_deco.models.inference_sid import EAGER
+from hf_deco.serving import engine as serving_engine
 from hf_deco.serving.engine import Concepts, RetrievalEngine, has_compiler, preferred_device, preferred_dtype
 
 HISTORIES = [["i3", "i1", "i4", "i1", "i5"], [], ["i9"], ["i2", "i6", "i5"], ["i3"] * 8, ["i8", "i9"], ["i7"]]
@@ -133,7 +135,8 @@ def test_settings_fit_the_machine_and_can_be_set(make_engine, monkeypatch):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-def test_compiled_engine_answers_as_the_eager_one(make_engine):
+def test_compiled_engine_answers_as_the_eager_one(make_engine, monkeypatch):
+    monkeypatch.setattr(inference_sid, "FEW_ROWS", 1)
     engine, compiled = make_engine(), make_engine(compile=None)
     assert compiled.compiled and compiled.model.kernels is not EAGER
     plain, fast = (found.retrieve(HISTORIES, k=6, num_beams=20) for found in (engine, compiled))
@@ -142,10 +145,13 @@ def test_compiled_engine_answers_as_the_eager_one(make_engine):
 
 
 def test_what_was_not_compiled_is_told(make_engine, monkeypatch):
+    monkeypatch.setattr(serving_engine, "FEW_ROWS", 17)  # three users of six items are more
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 0)
     with pytest.raises(RuntimeError, match="`compile` is set, but torch compiled nothing"):
         make_engine(compile=True)
+    monkeypatch.setattr(serving_engine, "FEW_ROWS", 18)  # nothing was to be compiled
+    make_engine(compile=True)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])

@@ -14,10 +14,13 @@ import torch
 from .filters_sid import ItemFilter
 from .pointer_sid import BeamCopies
 from .scoring_sid import candidate_log_probs, root_log_probs
+from .selection_sid import pad_per_user, ranks, top_per_user
 from .trie import SIDTrie
+from .wide_levels_sid import best_children, is_wide
 
 # Prefixes are read in two waves where the first, twice as many as the results wanted, is at most this share of a beam.
 _FIRST_SHARE = 0.5
+_MOST_OUT = 4  # times as many as are kept: with more taken out by a filter, all children are listed
 _SLACK = 1e-4  # rounding of a pointer's mixture can put an extension this much above its prefix
 
 
@@ -192,12 +195,35 @@ class BeamSearch:
     def _children(self, level: int, beams: Beams, chosen: torch.LongTensor, hidden=None) -> Candidates:
         """Children of the `chosen` beams, given their states; without states each has one child, of probability 1."""
         nodes = beams.nodes[chosen]
+        if hidden is not None and self.copies is None:
+            best = self._best_children(level, beams, chosen, hidden)
+            if best is not None:
+                return best
         parents, children, codes = self.trie.expand(level, nodes)
         log_probs = beams.log_probs[chosen][parents]
         if hidden is not None:
             weight = self.scorer.head(level)
             log_probs = log_probs + candidate_log_probs(hidden, weight, parents, codes, self.normalize_over)
         return self._scored(level, beams, chosen, parents, children, codes, log_probs)
+
+    def _best_children(self, level: int, beams: Beams, chosen: torch.LongTensor, hidden) -> Candidates | None:
+        """Of the children of the `chosen` beams, which are many, those that can be kept; None where all have to be
+        listed."""
+        nodes, users, log_probs = beams.nodes[chosen], beams.users[chosen], beams.log_probs[chosen]
+        if not is_wide(self.trie, level, nodes):
+            return None
+        # What the filter takes out is replaced by what comes next.
+        weight, number = self.scorer.head(level), self.num_beams[level]
+        out = 0 if self.item_filter is None else self.item_filter.most_out(level + 1)
+        if out is None or out > _MOST_OUT * number:
+            return None
+        wanted = number + out
+        best = best_children(hidden, weight, self.trie, level, nodes, users, log_probs, wanted, self.normalize_over)
+        if best is None:
+            return None
+        rows, codes, log_probs = best
+        children = self.trie.child_nodes(level, nodes[rows], codes)
+        return self._scored(level, beams, chosen, rows, children, codes, log_probs)
 
     def _scored(self, level: int, beams: Beams, chosen, parents, children, codes, log_probs) -> Candidates:
         """Candidates with the scores that the pointer and the filter make of their log-probabilities."""
@@ -222,7 +248,8 @@ class BeamSearch:
         found = self.trie.leaf_counts(level + 1, candidates.nodes) == 1
         users, scores = beams.users[candidates.beams[found]], candidates.scores[found]
         if users.numel():
-            padded, _ = pad_per_user(scores, users, self.num_users)
+            scores = torch.where(scores.isnan(), -torch.inf, scores)  # `topk` would take NaN for the highest
+            padded = pad_per_user(scores, users, self.num_users, -torch.inf)
             if padded.shape[1] >= self.num_results:
                 bounds = padded.topk(self.num_results, dim=1).values[:, -1]
         return bounds if self.copies is None else bounds - _SLACK
@@ -247,40 +274,3 @@ class BeamSearch:
             torch.cat([beams.codes[kept.beams], kept.codes.unsqueeze(1)], 1),
             beams.state_rows[kept.beams],
         )
-
-
-def ranks(users: torch.LongTensor, num_users: int) -> torch.LongTensor:
-    """Place of every entry among those of its user; `users` `(C,)` ascend."""
-    counts = torch.bincount(users, minlength=num_users)
-    return torch.arange(users.shape[0], device=users.device) - (torch.cumsum(counts, 0) - counts)[users]
-
-
-def pad_per_user(
-    scores: torch.Tensor, users: torch.LongTensor, num_users: int
-) -> tuple[torch.Tensor, torch.LongTensor]:
-    """Scores `(C,)` of ascending `users` as `(num_users, width)`, `-inf` behind and for NaN; and where each user's
-    begin."""
-    counts = torch.bincount(users, minlength=num_users)
-    starts = torch.cumsum(counts, 0) - counts
-    width = int(counts.max())
-    slots = users * width + torch.arange(users.shape[0], device=users.device) - starts[users]
-    padded = scores.new_full((num_users * width,), -torch.inf)
-    scores = torch.where(scores.isnan(), -torch.inf, scores)  # `topk` would take NaN for the highest
-    return padded.index_copy_(0, slots, scores).view(num_users, width), starts
-
-
-def top_per_user(scores: torch.Tensor, users: torch.LongTensor, num_users: int, number: int) -> torch.LongTensor:
-    """Positions of the best candidates of every user.
-
-    Args:
-        scores (`torch.Tensor` of shape `(C,)`): Candidate scores; those that are `-inf` or NaN are never chosen.
-        users (`torch.LongTensor` of shape `(C,)`): Ascending user of every candidate.
-        num_users (`int`): Number of users.
-        number (`int`): Candidates kept per user.
-
-    Returns:
-        `torch.LongTensor`: positions, grouped by user, best first.
-    """
-    padded, starts = pad_per_user(scores, users, num_users)
-    best, positions = padded.topk(min(number, padded.shape[1]), dim=1)
-    return (positions + starts.unsqueeze(1))[best > -torch.inf]

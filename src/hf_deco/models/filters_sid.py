@@ -44,6 +44,12 @@ class NodeSet:
         keys = users * self.num_nodes + nodes
         return self.keys[torch.searchsorted(self.keys, keys).clamp_(max=self.keys.shape[0] - 1)] == keys
 
+    def most(self) -> int:
+        """Nodes of the user who has most of them."""
+        if self.table is not None or not self.keys.shape[0]:
+            return self.keys.shape[0]
+        return int(torch.bincount(self.keys // self.num_nodes).max())
+
 
 class ItemSet:
     """A set of items of a catalog: one for all users, or one for each.
@@ -198,6 +204,13 @@ class ItemFilter:
             alive &= ~exhausted.contains(users, nodes)
         return alive
 
+    def most_out(self, level: int) -> int | None:
+        """So many nodes of a level, or fewer, are out for every user. None under an allow-list, which names what is
+        not."""
+        if self.allow is not None:
+            return None
+        return sum(exhausted.most() for exhausted in self._exhausted_nodes(level))
+
     def _exhausted_nodes(self, level: int) -> list[NodeSet]:
         """Nodes of a level under which items are denied, and none is left: those of all users, and those of each."""
         if level not in self._exhausted:
@@ -216,10 +229,14 @@ class ItemFilter:
         """First catalog row of every leaf that its user may be given, `(R,)`; there must be one."""
         starts, ends = self.trie.item_ranges(self.trie.num_codebooks, leaves)
         owners, positions = spread_ranges(starts, ends - starts)
-        given = self._count(users[owners], positions, positions + 1, self.deny) > 0
+        given = self.allows(users[owners], positions)
         first = torch.full_like(leaves, self.trie.num_items)
         first = first.scatter_reduce(0, owners[given], positions[given], "amin")
         return self.trie.item_rows[first]
+
+    def allows(self, users: torch.LongTensor, positions: torch.LongTensor) -> torch.BoolTensor:
+        """Whether every user may be given the item at a position in `item_rows`; all of shape `(R,)`."""
+        return self._count(users, positions, positions + 1, self.deny) > 0
 
     def _count(self, users, starts: torch.LongTensor, ends: torch.LongTensor, deny: list[ItemSet]) -> torch.LongTensor:
         """Items at positions `starts .. ends - 1` that the users may be given but for some deny-lists, `(R,)`."""

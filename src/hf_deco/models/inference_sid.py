@@ -25,6 +25,7 @@ from .layers_sid import drop
 from .trie import spread_ranges
 
 _MOST_GRAPHS = 64  # of one function, for all models of a process
+FEW_ROWS = 512  # with no more than these, calling compiled functions costs more time than they save
 _LONG = 128  # attention scores of sequences of more tokens are better never kept
 
 # Attention of flat tokens: (layer, queries, keys, values), each (N, heads, head_dim), to outputs (N', heads, head_dim).
@@ -128,6 +129,14 @@ class Layout:
         ends, width = lengths.cumsum(0), int(lengths.max()) if lengths.numel() else 0
         rows, positions = spread_ranges(torch.zeros_like(lengths), lengths)
         return cls(lengths, positions, rows * width + positions, (ends - 1).clamp(min=0), width)
+
+    @classmethod
+    def grid(cls, lengths: torch.LongTensor, width: int) -> "Layout":
+        """A layout that holds all cells of the grid: tokens behind the end of a sequence are computed, and never seen.
+        It does not wait for the device to tell lengths."""
+        cells = torch.arange(lengths.shape[0] * width, device=lengths.device)
+        last = torch.arange(lengths.shape[0], device=lengths.device) * width + (lengths - 1).clamp(min=0)
+        return cls(lengths, cells % width, cells, last, width)
 
     def pad(self, flat: torch.Tensor) -> torch.Tensor:
         """Rows of tokens `(N, ...)` in the grid, `(U, T, ...)`, zero elsewhere."""
@@ -268,8 +277,8 @@ class FlatTransformer:
         return kernels.rms_norm(tokens, self.model.norm.weight, eps)
 
     def _kernels(self, rows: torch.Tensor) -> Kernels:
-        """Eager functions for no row and for one: compiled ones would be compiled for each of these anew."""
-        return self.kernels if rows.shape[0] > 1 else EAGER
+        """Eager functions for few rows."""
+        return self.kernels if rows.shape[0] > FEW_ROWS else EAGER
 
     def _angles(self, positions: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         rotary = self.model.rotary_emb

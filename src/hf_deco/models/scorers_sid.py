@@ -33,7 +33,7 @@ class DecoderScorer:
         users = torch.arange(num_users, device=tokens.device)
         if self.flat is None:
             return self._through_modules(users, tokens, [], [])
-        layout = Layout.of(torch.full_like(users, length))
+        layout = Layout.grid(torch.full_like(users, length), length)
         read = self.flat.read_sequences(tokens.flatten(0, 1), layout, last_only=True)
         return PrefixStates(read.states, users, read.keys, read.values)
 

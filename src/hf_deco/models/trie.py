@@ -87,6 +87,8 @@ class SIDTrie:
     def _forget_derived(self) -> None:
         """Arrays that are made when first asked for."""
         self._edge_keys: list[torch.Tensor | None] = [None] * self.num_codebooks
+        self._child_penalties: list[torch.Tensor | None] = [None] * self.num_codebooks
+        self._most_children: list[int | None] = [None] * self.num_codebooks
         self._item_positions: torch.Tensor | None = None
 
     def __repr__(self) -> str:
@@ -140,6 +142,22 @@ class SIDTrie:
         """Number of children of every node, of the shape of `nodes`."""
         offsets = self.child_offsets[level]
         return offsets[nodes + 1] - offsets[nodes]
+
+    def most_children(self, level: int) -> int:
+        """Number of children of the node of a level that has most; counted when first asked for."""
+        if self._most_children[level] is None:
+            self._most_children[level] = int(self.child_offsets[level].diff().max())
+        return self._most_children[level]
+
+    def child_penalties(self, level: int) -> torch.Tensor:
+        """What to add to logits over all codes, so that children remain: 0 where a node has a child of a code, `-inf`
+        elsewhere, `(nodes, V)` bfloat16; made when first asked for."""
+        if self._child_penalties[level] is None:
+            shape = (self.num_nodes(level), self.codebook_sizes[level])
+            penalties = torch.full(shape, -torch.inf, dtype=torch.bfloat16, device=self.device)
+            penalties.view(-1)[self._level_edge_keys(level)] = 0
+            self._child_penalties[level] = penalties  # whole: another thread may ask meanwhile
+        return self._child_penalties[level]
 
     def expand(
         self, level: int, nodes: torch.LongTensor

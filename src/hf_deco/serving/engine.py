@@ -6,13 +6,16 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModel
 
 from ..models.filters_sid import ItemSet
-from ..models.inference_sid import EAGER, Kernels
+from ..models.inference_sid import EAGER, FEW_ROWS, Kernels
 from ..models.modeling_sid import SIDRetrievalModel
 from ..models.pointer_sid import CopyState
 from ..models.processing_deco import DecoProcessor, check_pair
+from ..models.static_search_sid import is_static
+from .graphs import GraphedRetrieval
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ class RetrievalEngine:
             first start. By default where a C++ compiler is found; always on demand.
         num_threads (`int`, *optional*): Threads of torch, for the whole process. torch's own choice by default.
         max_batch_size (`int`, *optional*, defaults to 32): Users computed at once.
+        cuda_graphs (`bool`, *optional*, defaults to `False`): Whether what a Deco without copy pointer and reranking
+            head computes without filters is captured as CUDA graphs, see [`GraphedRetrieval`]. The functions that are
+            captured are tested on the CPU; the capture itself has not been run on a GPU yet, so it has to be asked for.
         warm_up (`bool`, *optional*, defaults to `True`): Run a small search first, so that no user waits for it.
 
     Raises:
@@ -113,6 +119,7 @@ class RetrievalEngine:
         compile: bool | None = None,
         num_threads: int | None = None,
         max_batch_size: int = 32,
+        cuda_graphs: bool = False,
         warm_up: bool = True,
     ):
         check_pair(model, processor)
@@ -126,7 +133,14 @@ class RetrievalEngine:
         self.model, self.processor = model.eval().to(self.device, self.dtype), processor
         self.compiled = has_compiler() if compile is None else compile
         self.model.kernels = Kernels.compiled() if self.compiled else EAGER
-        self.max_batch_size = max_batch_size
+        self.max_batch_size, self.graphs = max_batch_size, None
+        if cuda_graphs:
+            if self.device.type != "cuda" or not is_static(self.model):
+                raise ValueError(
+                    f"`cuda_graphs` needs a CUDA device, and a Deco without copy pointer and reranking head, whose "
+                    f"decoder reads the last state; got {self.device} and {type(self.model).__name__}. Leave it out."
+                )
+            self.graphs = GraphedRetrieval(self.model, processor.max_history_length)
         if warm_up:
             self.warm_up()
 
@@ -141,16 +155,20 @@ class RetrievalEngine:
 
     @torch.inference_mode()
     def warm_up(self, num_beams: int = 100) -> None:
-        """Search for a few users, so that everything is compiled and allocated.
+        """Search for some users and for one, so that everything is compiled and allocated.
 
         Raises:
             RuntimeError: If compiling was asked for and nothing was compiled.
         """
-        items = self.processor.item_ids
-        histories = [[items[(user + place) % self.processor.num_items] for place in range(3)] for user in range(4)]
-        for number in (4, 2, 1):  # a batch, another size of it, and one user
-            self.retrieve(histories[:number], k=1, num_beams=num_beams)
-        if self.compiled and self.model._flat_backbone() is not None and _num_graphs() == 0:
+        length, items = self.processor.max_history_length, self.processor.item_ids
+        users = min(self.max_batch_size, FEW_ROWS // min(length, num_beams) + 1)
+        histories = [
+            [items[(user + place) % self.processor.num_items] for place in range(length)] for user in range(users)
+        ]
+        for batch in (histories, histories[:1]):
+            self.retrieve(batch, k=num_beams, num_beams=num_beams)
+        wanted = self.compiled and users * length > FEW_ROWS and self.model._flat_backbone() is not None
+        if wanted and _num_graphs() == 0:
             raise RuntimeError("`compile` is set, but torch compiled nothing: set it to False, or see torch's log.")
 
     @torch.inference_mode()
@@ -208,7 +226,8 @@ class RetrievalEngine:
                 denied = [options["deny_rows"], seen] if "deny_rows" in options else [seen]
             else:
                 denied = options.get("deny_rows")
-            found.append(self._generate(options | {"deny_rows": denied}, **self._inputs(rows)))
+            inputs = self._inputs(rows) if self.graphs is None else {"concepts": self._encode(rows).vectors}
+            found.append(self._generate(options | {"deny_rows": denied}, **inputs))
         found = _joined(found, k)
         return Retrieved(found.rows[order], found.scores[order])
 
@@ -233,18 +252,30 @@ class RetrievalEngine:
         return options
 
     def _generate(self, options: dict, **inputs) -> Retrieved:
+        filtered = options.get("allow_rows") is not None or options.get("deny_rows") is not None
+        if self.graphs is not None and not filtered:
+            return self._replay(options["num_return_sequences"], options["num_beams"], inputs["concepts"])
         output = self.model.generate(**inputs, **options)
         shape = (-1, options["num_return_sequences"])
         return Retrieved(output.item_rows.view(shape).cpu(), output.sequences_scores.view(shape).cpu())
 
+    def _replay(self, k: int, num_beams: int, concepts: torch.Tensor) -> Retrieved:
+        rows, scores = self.graphs.search(concepts.to(self.device), num_beams)
+        missing = (0, max(0, k - rows.shape[1]))  # a small catalog has fewer
+        rows, scores = F.pad(rows[:, :k], missing, value=-1), F.pad(scores[:, :k], missing, value=-torch.inf)
+        return Retrieved(rows.cpu(), scores.cpu())
+
     def _encode(self, rows: list[list[int]]) -> Concepts:
+        if self.graphs is not None:
+            inputs = self._inputs(rows, padding_side="right")
+            return Concepts(self.graphs.concepts(inputs["item_codes"], inputs["attention_mask"].sum(1)))
         output = self.model.encode(**self._inputs(rows))
         if output.concepts is None:
             raise ValueError("A full backbone keeps no concepts: `retrieve` searches from histories.")
         return Concepts(output.concepts, output.copies)
 
-    def _inputs(self, rows: list[list[int]]) -> dict:
-        inputs = self.processor(item_rows=rows, padding_side="left")
+    def _inputs(self, rows: list[list[int]], padding_side: str = "left") -> dict:
+        inputs = self.processor(item_rows=rows, padding_side=padding_side)
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def _batches(self, histories: list[list[str]]) -> tuple[torch.LongTensor, list[list[list[int]]]]:
