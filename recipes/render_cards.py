@@ -34,6 +34,7 @@ DATASETS = {
     },
 }
 STUDIES = {"demo_grocery": {"dataset_name": "Complete Journey, the 2,000 products bought most"}}
+STREAM, GEAR = "stream", "gear"
 FLOOR_OPTIONS = ("max_history_length", "cold_targets", "drop_duplicates", "collapse_repeats", "k_core")
 
 
@@ -44,13 +45,19 @@ def render_cards(results: Path) -> dict[str, str]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         models: dict[str, list[dict]] = {}
         for row in rows if isinstance(rows, list) else ():
-            if "validation_ndcg@10" in row:  # `train` wrote it
+            if _is_trained(row):
                 models.setdefault(row["system"], []).append(row)
         for system, trained in models.items():
             name = path.stem if len(models) == 1 else f"{path.stem}-{system.replace('/', '-')}"
             floors = [row for row in rows if row.get("seed") is None]
             cards[f"{name}.md"] = render_card(trained, floors, **STUDIES.get(path.stem, {}))
     return cards
+
+
+def _is_trained(row: dict) -> bool:
+    """Whether `train` wrote the row of a model, or `train_gear` that of GEAR itself: what lacks a part is an ablation,
+    not a model to take."""
+    return "validation_ndcg@10" in row or (row.get("protocol") == STREAM and row["system"] == GEAR)
 
 
 def render_card(trained: list[dict], floors: list[dict], **about) -> str:

@@ -31,6 +31,7 @@ from hf_deco.training.results import read_rows
 COLUMNS = {
     "recall@{low}": "Recall@{low}",
     "ndcg@{low}": "NDCG@{low}",
+    "dot/ndcg@{low}": "NDCG@{low} by u . v alone",
     "recall@{high}": "Recall@{high}",
     "ndcg@{high}": "NDCG@{high}",
     "sid/recall@{high}": "SID Recall@{high}",

@@ -18,21 +18,21 @@ from .models.modeling_deco import DecoForSIDRetrieval
 from .models.modeling_gear import GearForSIDRetrieval
 from .models.pipeline_sid import TASK, SIDRetrievalPipeline
 from .models.processing_deco import DecoProcessor
+from .models.processing_gear import GearProcessor
 from .models.trie import SIDTrie
 
-for _config, _model in (
-    (DecoConfig, DecoForSIDRetrieval),
-    (BackboneConfig, BackboneForSIDRetrieval),
-    (GearConfig, GearForSIDRetrieval),
+for _config, _model, _processor in (
+    (DecoConfig, DecoForSIDRetrieval, DecoProcessor),
+    (BackboneConfig, BackboneForSIDRetrieval, DecoProcessor),
+    (GearConfig, GearForSIDRetrieval, GearProcessor),
 ):
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _model)
-    if _config is not GearConfig:  # whose inputs are features, not item ids
-        AutoProcessor.register(_config, DecoProcessor)
+    AutoProcessor.register(_config, _processor)
     # From here on whatever is saved carries its code, and loads without this package by `trust_remote_code=True`.
     _config.register_for_auto_class("AutoConfig")
     _model.register_for_auto_class("AutoModel")
-DecoProcessor.register_for_auto_class("AutoProcessor")
+    _processor.register_for_auto_class("AutoProcessor")
 PIPELINE_REGISTRY.register_pipeline(TASK, pipeline_class=SIDRetrievalPipeline, pt_model=AutoModel)
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "DecoProcessor",
     "GearConfig",
     "GearForSIDRetrieval",
+    "GearProcessor",
     "ItemSet",
     "SIDGenerationConfig",
     "SIDGenerationOutput",

@@ -16,6 +16,7 @@ FLOORS = {
     "popularity": "popularity",
     "text_neighbors": "nearest text neighbours of the last item",
     "cooccurrence": "co-occurrence with the last items",
+    "repeat_last": "the user's latest items",
 }
 SLICES = {
     "repeat": "target in the history",
@@ -93,7 +94,9 @@ def run_facts(rows: list[dict]) -> dict:
 
     row, defaults = rows[0], DecoTrainingArguments()
     config = {name: getattr(defaults, name) for name in DecoTrainingArguments.__annotations__} | row.get("config", {})
-    facts = {"config": config, "name": system_name(config), "options": _changed_options(config, row, defaults)}
+    idle = (_OF_DECODER if config["search_in"] == "backbone" else set()) | (set() if config["teacher"] else _OF_TEACHER)
+    options = changed_options(row, defaults, _ELSEWHERE | idle)
+    facts = {"config": config, "name": system_name(config), "options": options}
     facts |= {name: row.get(name) for name in ("data", "parameters", "base_model", "date", "revision", "steps")}
     facts |= {"best_step": row.get("best_step"), "validation": row.get("validation_ndcg@10"), "seed": row["seed"]}
     # Of a merged model the parts: the row counted what LoRA added to it in training.
@@ -116,20 +119,20 @@ def system_name(config: dict) -> str:
         name = "Deco-flat" + ("" if taught else ", cross-entropy alone")
     else:
         name = "Deco" if taught else "Deco-CE"
-    return name + (" with copy pointer" if config["copy_pointer"] else "")
+    added = [part for part, given in (("copy pointer", "copy_pointer"), ("reranker", "reranker")) if config[given]]
+    return " with ".join([name, " and ".join(added)]) if added else name
 
 
-def _changed_options(config: dict, row: dict, defaults) -> list[tuple[str, str]]:
+def changed_options(row: dict, defaults, left_out: set[str]) -> list[tuple[str, str]]:
     """Options that differ from their defaults, count, and may be shown, as name and text.
 
-    Those that [`DecoTrainingArguments`] does not have are told wherever they are set.
+    Those that the class of `defaults` does not have are told wherever they are set.
     """
-    idle = (_OF_DECODER if config["search_in"] == "backbone" else set()) | (set() if config["teacher"] else _OF_TEACHER)
     told = []
     for name, value in row.get("config", {}).items():
         default = getattr(defaults, name, None)
         same = value == getattr(default, "value", default) or (not hasattr(defaults, name) and not value)
-        if same or name in _ELSEWHERE | idle or name.startswith(_INCIDENTAL) or is_secret(name):
+        if same or name in left_out or name.startswith(_INCIDENTAL) or is_secret(name):
             continue
         shown = without_folders(value)
         if shown is not None:
@@ -162,22 +165,21 @@ def _metric_facts(rows: list[dict], config: dict) -> dict:
     names = [f"seed {other['seed']}" for other in (row, *others)] if others else ["this model"]
     columns = list(zip(names, (row, *others), strict=False))
     columns += [(FLOORS.get(floor["system"], floor["system"]), floor) for floor in floors]
-    keys = [f"{metric}@{k}" for k in cutoffs for metric in ("ndcg", "recall")]
-    first = keys[0]
-    head = [key.replace("ndcg", "NDCG").replace("recall", "Recall") for key in keys]
-    results = [(name, _cells(entry["metrics"], keys)) for name, entry in columns]
+    keys = metric_keys(cutoffs)
+    first, head = keys[0], metric_head(keys)
+    results = [(name, cells(entry["metrics"], keys)) for name, entry in columns]
     slices = []
     for part, meaning in SLICES.items():
         count = metrics.get(f"{part}/num_examples")
         if count is not None and count != metrics["num_examples"]:
-            cells = [cell for _, entry in columns for cell in _cells(entry["metrics"], [f"{part}/{first}"])]
-            slices.append((f"{part}: {meaning}", f"{count:,}", cells))
+            found = [cell for _, entry in columns for cell in cells(entry["metrics"], [f"{part}/{first}"])]
+            slices.append((f"{part}: {meaning}", f"{count:,}", found))
     return {
         "metric_head": head,
         "results": results,
         "slice_head": [name for name, _ in columns],
         "slices": slices,
-        "behind": _behind(metrics, floors, first),
+        "behind": behind(metrics, floors, first),
         "first_metric": head[0],
         "has_floors": bool(floors),
         "examples": metrics.get("num_examples"),
@@ -186,14 +188,14 @@ def _metric_facts(rows: list[dict], config: dict) -> dict:
     }
 
 
-def _behind(metrics: dict, floors: list[dict], key: str) -> list[tuple[str, str, str, str]]:
+def behind(metrics: dict, floors: list[dict], key: str) -> list[tuple[str, str, str, str]]:
     """Where the best floor reaches the model: among which examples, the model's figure, the floor, the floor's."""
     found = []
     for part, meaning in {"": "all examples", **SLICES}.items():
         name = f"{part}/{key}" if part else key
         count = metrics.get(f"{part}/num_examples")
         rivals = [floor for floor in floors if name in floor["metrics"]]
-        if name not in metrics or not rivals or count == metrics.get("num_examples"):
+        if name not in metrics or not rivals or (part and count == metrics.get("num_examples")):
             continue
         best = max(rivals, key=lambda floor: floor["metrics"][name])
         if best["metrics"][name] >= metrics[name]:
@@ -203,5 +205,16 @@ def _behind(metrics: dict, floors: list[dict], key: str) -> list[tuple[str, str,
     return found
 
 
-def _cells(metrics: dict, keys: Iterable[str]) -> list[str]:
+def metric_keys(cutoffs: list[int]) -> list[str]:
+    """Names of the metrics that a card shows."""
+    return [f"{metric}@{k}" for k in cutoffs for metric in ("ndcg", "recall")]
+
+
+def metric_head(keys: list[str]) -> list[str]:
+    """The same for readers."""
+    return [key.replace("ndcg", "NDCG").replace("recall", "Recall") for key in keys]
+
+
+def cells(metrics: dict, keys: Iterable[str]) -> list[str]:
+    """Figures as a table shows them, empty where there is none."""
     return [f"{metrics[key]:.4f}" if key in metrics else "" for key in keys]

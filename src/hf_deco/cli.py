@@ -63,7 +63,7 @@ Recommend items after a history, oldest item first.
 """
 
 PUSH = """\
-Push a checkpoint to the Hub: model, processor, code, adapter and card (README.md) in one commit.
+Push a checkpoint to the Hub: model, processor, code, index, adapter and card (README.md) in one commit.
 
   hf-deco push runs/mine/model org/name
   hf-deco push runs/mine/model org/name --private --revision experiment

@@ -1,11 +1,13 @@
-"""A checkpoint folder to the Hub: model, catalog, processor, code, adapter and card in one commit."""
+"""A checkpoint folder to the Hub: model, catalog, processor, code, index, adapter and card in one commit."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 from safetensors import SafetensorError, safe_open
@@ -13,6 +15,7 @@ from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, PROCESSOR_NAME
 
+from .items.generations import CURRENT, INDEX_FOLDER, current_generation, open_index
 from .models.checkpoint_sid import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -23,13 +26,16 @@ from .models.checkpoint_sid import (
     refuse_root_adapter,
 )
 from .models.configuration_deco import SIDRetrievalConfig
+from .models.configuration_gear import GearConfig
+from .models.modeling_gear import GearForSIDRetrieval
 from .models.processing_deco import DecoProcessor
+from .models.processing_gear import GearProcessor
 
 # Pickles, and what only a trainer that goes on needs.
 PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt"]
 LEFT_BEHIND = [*DEFAULT_IGNORE_PATTERNS, *PICKLES, "trainer_state.json", "*__pycache__*"]
 # What a repository's earlier commits may hold and would be read beside the new weights.
-REPLACED = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, f"{ADAPTER_FOLDER}/*"]
+REPLACED = ["*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, f"{ADAPTER_FOLDER}/*", f"{INDEX_FOLDER}/*"]
 
 
 def push_checkpoint(
@@ -43,9 +49,10 @@ def push_checkpoint(
 ) -> CommitInfo:
     """Push a checkpoint folder to a model repository of the Hub, in one commit.
 
-    Everything in the folder goes along: weights with their catalog, processor, code, `adapter/`, and the card where
-    there is a `README.md`. Pickles and a trainer's state stay behind. Weights and adapters of an earlier commit which
-    the folder does not have are deleted from the repository.
+    Everything in the folder goes along: weights with their catalog, processor, code, `adapter/`, the current generation
+    of `index/`, and the card where there is a `README.md`. Pickles, a trainer's state and other generations stay
+    behind. Weights, adapters and generations of an earlier commit which do not go along are deleted from the
+    repository.
 
     Args:
         folder (`str` or path): The checkpoint, as `save_pretrained` of model and processor wrote it.
@@ -65,7 +72,7 @@ def push_checkpoint(
     """
     check_folder(folder)
     files = {file.relative_to(folder).as_posix(): file for file in sorted(Path(folder).rglob("*")) if file.is_file()}
-    names = list(filter_repo_objects(files, ignore_patterns=LEFT_BEHIND))
+    names = list(_without_old_generations(Path(folder), filter_repo_objects(files, ignore_patterns=LEFT_BEHIND)))
     api = HfApi(token=token)
     if token is None and get_token() is None:
         raise ValueError("`token` is missing: log in by `hf auth login`, set the variable HF_TOKEN, or give one.")
@@ -90,19 +97,32 @@ def check_folder(folder: str | os.PathLike) -> None:
 
     Raises:
         OSError: If a file is missing or damaged, or the weights are pickled.
-        ValueError: If the configuration is another model's, the catalog does not fit it or the processor, an adapter
-            lies beside the weights or is incomplete, or the folder lacks its code.
+        ValueError: If the configuration is another model's, the catalog does not fit it, the processor or the index, an
+            adapter lies beside the weights or is incomplete, or the folder lacks its code.
     """
     path = os.fspath(folder)
     if not os.path.isfile(os.path.join(path, CONFIG_NAME)):
         raise OSError(f"`folder` {path!r} holds no {CONFIG_NAME}: it is not a checkpoint, or not a whole one.")
     refuse_root_adapter(path)
     config = AutoConfig.from_pretrained(path)
-    if not isinstance(config, SIDRetrievalConfig):
+    if isinstance(config, SIDRetrievalConfig):
+        _check_retrieval(path, config)
+    elif isinstance(config, GearConfig):
+        _check_gear(path, config)
+    else:
         raise ValueError(
-            f"`folder` {path!r} holds a {config.model_type!r} model, not one of hf_deco that retrieves items by a "
-            "processor: push it by its own `push_to_hub`."
+            f"`folder` {path!r} holds a {config.model_type!r} model, not one of hf_deco that retrieves items: push "
+            "it by its own `push_to_hub`."
         )
+    for name in (CONFIG_NAME, PROCESSOR_NAME):
+        _check_code(Path(path), name)
+    adapter = Path(path, ADAPTER_FOLDER)
+    if adapter.exists() and not all((adapter / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)):
+        raise ValueError(f"{str(adapter)!r} must hold both {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}.")
+
+
+def _check_retrieval(path: str, config: SIDRetrievalConfig) -> None:
+    """Check weights and processor of a model that reads histories of item ids."""
     try:
         check_checkpoint(path, type(config), config)
         with safe_open(find_catalog(path), "pt") as weights:
@@ -110,11 +130,37 @@ def check_folder(folder: str | os.PathLike) -> None:
     except SafetensorError as error:
         raise OSError(f"The weights of {path!r} are damaged, or hold no catalog ({error}).") from error
     DecoProcessor.from_pretrained(path).check_catalog(catalog)
-    for name in (CONFIG_NAME, PROCESSOR_NAME):
-        _check_code(Path(path), name)
-    adapter = Path(path, ADAPTER_FOLDER)
-    if adapter.exists() and not all((adapter / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)):
-        raise ValueError(f"{str(adapter)!r} must hold both {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}.")
+
+
+def _check_gear(path: str, config: GearConfig) -> None:
+    """Check weights, processor and index of GEAR. The weights are read: only they tell whose the index is."""
+    model, processor = GearForSIDRetrieval.from_pretrained(path), GearProcessor.from_pretrained(path)
+    processor.check_config(config)
+    index = open_index(Path(path, INDEX_FOLDER))
+    index.check_made_for(model.tokenizer_version, config.model_type)
+    if not np.array_equal(model.catalog_codes.numpy(), index.item_codes()):
+        raise ValueError(
+            f"The catalog of the model in {path!r} is not that of its index: call "
+            "`model.set_catalog(index.item_codes(), index.tokenizer_version)`, and save it again."
+        )
+    unknown = [
+        item for item, row in zip(index.item_ids, processor.item_ids.find(index.item_ids), strict=True) if row < 0
+    ]
+    if unknown:
+        raise ValueError(
+            f"The processor in {path!r} lacks {len(unknown)} items of the index, such as {unknown[0]!r}: give it those "
+            "by `update`, and save it again."
+        )
+
+
+def _without_old_generations(folder: Path, names: Iterable[str]) -> Iterable[str]:
+    """The names of files, without those of `index/` that are not of its current generation."""
+    index = folder / INDEX_FOLDER
+    current = current_generation(index) if (index / CURRENT).exists() else None
+    kept = (f"{INDEX_FOLDER}/{CURRENT}", f"{INDEX_FOLDER}/gen-{current}/")
+    return (
+        name for name in names if current is None or not name.startswith(f"{INDEX_FOLDER}/") or name.startswith(kept)
+    )
 
 
 def _check_code(folder: Path, name: str) -> None:

@@ -12,15 +12,25 @@ from huggingface_hub.utils import validate_repo_id
 
 from .card_facts import run_facts
 from .cards import fill_template, save_rendered
+from .gear_card import STREAM, gear_facts
 
 CARD = "README.md"
 RESULTS = ".eval_results"
 TAGS = ["recommendation", "sequential-recommendation", "generative-retrieval", "semantic-ids", "custom_code"]
 _TASK = ("sequential-recommendation", "Sequential recommendation")
+# What else decides a figure, by what the rows are of.
+_JUDGED = ("cold_targets", "drop_duplicates", "collapse_repeats", "k_core")
+_JUDGED_STREAM = ("eval_users", "per_sid_limit")
 _CITATION = """\
 @misc{gusak2026separating,
   title = {Separating Thinking from Spelling for Efficient Generative Recommendation},
   author = {Gusak, Danil and Volodkevich, Anna and Oseledets, Ivan and Frolov, Evgeny},
+  year = {2026}
+}"""
+
+_GEAR_CITATION = """\
+@misc{gear2026,
+  title = {Generative End-to-end Ad Retrieval at Douyin},
   year = {2026}
 }"""
 
@@ -67,7 +77,7 @@ def render_model_card(
     license: str | None = None,
     checkpoint: str = "path/or/repository/of/this/model",
 ) -> str:
-    """A model card as text. What the rows do not say is left out.
+    """A model card as text, of Deco, a full backbone or GEAR. What the rows do not say is left out.
 
     Args:
         rows (`list[dict]`): Result rows as `run.json` and `recipes/results/` hold them: first that of the checkpoint,
@@ -87,7 +97,8 @@ def render_model_card(
         raise ValueError("`rows` must begin with the row of a trained model, which has a `seed`.")
     if dataset_id is not None:
         validate_repo_id(dataset_id)
-    facts = run_facts(rows)
+    stream = rows[0]["protocol"] == STREAM
+    facts = gear_facts(rows) if stream else run_facts(rows)
     log = dataset_name or rows[0]["dataset"]
     title = f"{facts['name']} on {log}"
     data = ModelCardData(
@@ -97,16 +108,16 @@ def render_model_card(
         datasets=None if dataset_id is None else [dataset_id],
         tags=TAGS,
         model_name=title,
-        eval_results=eval_results(rows[0], log, dataset_id, facts["config"]),
+        eval_results=eval_results(rows[0], log, dataset_id, facts["config"]) or None,
     )
     facts |= {"title": title, "log": log, "data_note": data_note, "dataset_id": dataset_id, "licence": license}
-    facts |= {"checkpoint": checkpoint, "citation": _CITATION}
-    return fill_template(ModelCard, data, "model_card.md", facts)
+    facts |= {"checkpoint": checkpoint, "citation": _GEAR_CITATION if stream else _CITATION}
+    return fill_template(ModelCard, data, "gear_card.md" if stream else "model_card.md", facts)
 
 
 def eval_results(row: dict, log: str, dataset_id: str | None, config: dict) -> list[EvalResult]:
     """NDCG@k and Recall@k of a row for the `model-index` of a card."""
-    about = {name: config[name] for name in ("cold_targets", "drop_duplicates", "collapse_repeats", "k_core")}
+    about = {name: config[name] for name in (_JUDGED_STREAM if row["protocol"] == STREAM else _JUDGED)}
     return [
         EvalResult(
             task_type=_TASK[0],
@@ -122,6 +133,7 @@ def eval_results(row: dict, log: str, dataset_id: str | None, config: dict) -> l
         )
         for k in config["cutoffs"]
         for metric, name in (("ndcg", "NDCG"), ("recall", "Recall"))
+        if f"{metric}@{k}" in row["metrics"]
     ]
 
 
@@ -139,4 +151,5 @@ def eval_entries(row: dict, dataset_id: str) -> list[EvalResultEntry]:
         )
         for k in config["cutoffs"]
         for metric in ("ndcg", "recall")
+        if f"{metric}@{k}" in row["metrics"]
     ]

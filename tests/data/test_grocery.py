@@ -52,7 +52,7 @@ def test_purchases_discounts_displays_and_demographics_have_their_roles(source, 
     assert (log.user_categories[0] == -1).all() and (log.user_categories[1] == 0).all()
     assert list(zip(log.shown_items.tolist(), log.shown_periods.tolist(), strict=True)) == [(1, 1), (0, 2)]
     assert (log.shown_users == -1).all()
-    assert [feature["name"] for feature in log.item_features][-1] == "item_id" and len(log.user_features) == 7
+    assert [feature.name for feature in log.item_features][-1] == "item_id" and len(log.user_features) == 7
 
 
 def test_rare_products_are_left_out_and_tables_are_made_once(source, tmp_path):

@@ -51,22 +51,27 @@ def make(world, **options):
 
 
 def reference(world, user, limit):
-    """SIDs of a user, best first, and the items that are found, by plain loops."""
+    """SIDs of a user, best first, and the items that are found, ranked by their log-probability and by the product
+    alone, by plain loops."""
     log, requests, collator, model, _, vectors = world
     start = log.times[log.periods == PERIOD].min()
     mine = (log.users == user) & (log.times < start)
     history = log.items[mine][-6:], log.items[mine & (log.grades == 2)][-4:]
     batch = collator.users([user], [history])
-    sids = model.generate(**batch, num_beams=[6, 8], num_return_sequences=8)
+    output = model.generate(**batch, num_beams=[6, 8], num_return_sequences=8, return_dict_in_generate=True)
+    sids = output.sequences
     queries = model.rerank_vectors(model.encode_memory(**batch), sids[None])[0]
-    found = []
-    for sid, query in zip(sids, queries.numpy(), strict=True):
+    found, alone = [], []
+    for sid, log_prob, query in zip(sids, output.sequences_scores.tolist(), queries.numpy(), strict=True):
         if (sid < 0).any():
             continue
         items = (model.catalog_codes == sid).all(1).nonzero()[:, 0].numpy()
-        scored = sorted(((float(vectors[item] @ query), item) for item in items), reverse=True)
-        found += scored[:limit]
-    return sids, [int(item) for _, item in sorted(found, reverse=True)]
+        products = [float(vectors[item] @ query) for item in items]
+        whole = np.log(np.sum(np.exp(products)))
+        scored = sorted(zip(products, items, strict=True), reverse=True)[:limit]
+        alone += scored
+        found += [(log_prob + product - whole, item) for product, item in scored]
+    return sids, *([int(item) for _, item in sorted(some, reverse=True)] for some in (found, alone))
 
 
 def test_items_and_sids_are_those_of_plain_loops(world):
@@ -74,12 +79,13 @@ def test_items_and_sids_are_those_of_plain_loops(world):
     evaluator = make(world)
     users = evaluator.users(PERIOD)
     assert users.tolist() == sorted(set(log.users[log.periods == PERIOD].tolist()))
-    ranked, sids, relevant, relevant_sids, cold = [], [], [], [], []
+    ranked, alone, sids, relevant, relevant_sids, cold = [], [], [], [], [], []
     sid_of = {item: tuple(code) for item, code in enumerate(model.catalog_codes.tolist())}
     number = {sid: place for place, sid in enumerate(sorted(set(sid_of.values())))}
     for user in users:
-        found, items = reference(world, user, 2)
+        found, items, by_product = reference(world, user, 2)
         ranked.append((items + [-1] * 10)[:10])
+        alone.append((by_product + [-1] * 10)[:10])
         sids.append([number.get(tuple(sid), -1) for sid in found.tolist()])
         bought = sorted(set(log.items[(log.users == user) & (log.periods == PERIOD)].tolist()))
         relevant.append(np.array(bought))
@@ -88,6 +94,9 @@ def test_items_and_sids_are_those_of_plain_loops(world):
     metrics = evaluator(model, index, PERIOD, vectors)
     for name, value in set_metrics(np.array(ranked), relevant, (3, 10)).items():
         assert metrics[f"fp32/{name}"] == pytest.approx(value)
+    assert not np.array_equal(ranked, alone)
+    for name, value in set_metrics(np.array(alone), relevant, (3, 10)).items():
+        assert metrics[f"dot/{name}"] == pytest.approx(value, abs=0.02)  # fp16 may swap two
     for name, value in set_metrics(np.array(sids), relevant_sids, (3, 10)).items():
         assert metrics[f"sid/{name}"] == pytest.approx(value)
     # only what no event touched before is cold, however often it was shown
@@ -108,16 +117,16 @@ def test_without_a_reranker_items_of_a_sid_are_cut_at_random(world):
     log, _, _, model, index, _ = world
     evaluator = make(world, rerank=False, per_sid_limit=1)
     users, numbers = evaluator.users(PERIOD), evaluator._numbers(index)
-    sequences, queries = evaluator._search(model, users, PERIOD)
+    sequences, _, queries = evaluator._search(model, users, PERIOD)
     assert queries is None
-    ranked = evaluator._rank(index, sequences, None, PERIOD)
+    ranked = evaluator._shuffled(index, sequences, PERIOD)
     codes = model.catalog_codes.numpy()
     for row, sids in zip(ranked, sequences, strict=True):
         found = codes[numbers[row[row >= 0]]]
         assert np.array_equal(found, sids[(sids >= 0).all(1)][: len(found)])  # one item a SID, in their order
     other = make(world, rerank=False, per_sid_limit=1)
     other.seed = 1
-    assert not np.array_equal(other._rank(index, sequences, None, PERIOD), ranked)
+    assert not np.array_equal(other._shuffled(index, sequences, PERIOD), ranked)
 
 
 def test_an_item_outside_the_index_is_never_found(world):

@@ -161,6 +161,49 @@ def test_rollback_to_a_damaged_generation_changes_nothing(tmp_path):
     assert open_index(tmp_path).generation == 2
 
 
+def test_a_generation_of_another_folder_is_adopted_under_its_number(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for seed in range(3):
+        publish(there, make(seed=seed))
+    for path in (there / "gen-3").iterdir():
+        path.chmod(0o444)  # as a downloaded one may be
+    with IndexWriter(here) as writer:
+        adopted = writer.adopt(there)
+        assert adopted.generation == 3 and same(adopted, make(seed=2)) and names(here) >= {"CURRENT", "gen-3"}
+        assert same(writer.adopt(there), adopted) and names(here) == {"CURRENT", "gen-3", ".lock"}  # nothing more
+        with pytest.raises(ValueError, match="generation 3 in .* names none before it"):
+            writer.rollback()
+        updated = writer.publish(adopted.update(["new"], [[1, 1]], np.ones((1, 5))))
+        assert (updated.generation, len(updated)) == (4, 31)
+        assert writer.rollback() == 3
+    reader = read(here)
+    publish(there, make(seed=5))
+    with IndexWriter(here) as writer:
+        with pytest.raises(ValueError, match="has a generation 4 of its own: publish the index of"):
+            writer.adopt(there)
+        publish(there, make(seed=6))
+        assert writer.adopt(there).generation == 5
+        assert reader.refresh() and same(reader.index, make(seed=6))
+        assert writer.rollback() == 3
+    with pytest.raises(RuntimeError, match="is closed"):
+        writer.adopt(there)
+
+
+def test_a_damaged_generation_is_not_adopted(tmp_path):
+    publish(tmp_path / "there", make(seed=0))
+    publish(tmp_path / "here", make(seed=1))
+    path = tmp_path / "there/gen-1/offsets.npy"
+    path.write_bytes(path.read_bytes()[:-8])
+    with IndexWriter(tmp_path / "here") as writer:
+        with pytest.raises(ValueError, match="is damaged: 'offsets.npy' has"):
+            writer.adopt(tmp_path / "there")
+        with pytest.raises(FileNotFoundError, match="CURRENT' is missing"):
+            writer.adopt(tmp_path / "nowhere")
+    assert names(tmp_path / "here") == {"CURRENT", "gen-1", ".lock"} and same(
+        open_index(tmp_path / "here"), make(seed=1)
+    )
+
+
 def test_old_generations_go_when_asked_and_never_the_last_two(tmp_path):
     with IndexWriter(tmp_path) as writer:
         for seed in range(4):

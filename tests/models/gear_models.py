@@ -121,7 +121,7 @@ class Reference:
         tower = self.model.item_tower
         hidden = tower.down_proj(F.silu(tower.up_proj(features)))
         hidden = hidden / hidden.norm()
-        return hidden, tower.out_proj(hidden * len(hidden) ** 0.5)
+        return hidden, tower.out_proj(torch.cat([hidden * len(hidden) ** 0.5, F.silu(tower.wide_proj(features))]))
 
     def user_tower(self, batch, user):
         tower, parts = self.model.user_tower, self.user(batch, user)

@@ -86,7 +86,7 @@ def test_a_part_of_weight_zero_is_not_computed(batch, off):
 
 
 ITEM_HIDDEN = {"item_features", "item_tower.up_proj", "item_tower.down_proj"}
-ITEM = ITEM_HIDDEN | {"item_tower.out_proj"}
+ITEM = ITEM_HIDDEN | {"item_tower.wide_proj", "item_tower.out_proj"}
 USER = {"user_features", "user_tower"}
 MEMORY = {"item_features", "user_features", "memory_encoder"}
 SPELLER = {"decoder.start_token", "decoder.tables", "decoder.layers"}

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_deco import DecoProcessor
-from hf_deco.models import processing_deco
+from hf_deco.models import processor_sid
 
 ITEMS = ["apple", "pear", "soap", "żółw 🐢", "", "item,5"]
 CODES = [[0, 1], [0, 2], [7, 3], [7, 0], [3, 3], [0, 0]]
@@ -263,7 +263,7 @@ def test_saving_again_replaces_the_old_processor(tmp_path):
     other.save_pretrained(tmp_path)
     loaded = DecoProcessor.from_pretrained(tmp_path)
     assert (loaded.item_ids, loaded.titles, loaded.codebook_sizes, loaded.max_history_length) == (["x"], None, (5,), 7)
-    code = ["processing_deco.py", "strings_sid.py", "trie.py"]
+    code = ["processing_deco.py", "processor_sid.py", "strings_sid.py", "trie.py"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["catalog.safetensors", "processor_config.json", *code]
     )
@@ -282,9 +282,9 @@ def test_a_save_that_fails_leaves_the_old_files_whole_and_nothing_else(tmp_path,
         raise OSError("disk full")
 
     if point == "during the write":
-        monkeypatch.setattr(processing_deco, "save_file", torn)
+        monkeypatch.setattr(processor_sid, "save_file", torn)
     else:
-        monkeypatch.setattr(processing_deco.os, "replace", failing)
+        monkeypatch.setattr(processor_sid.os, "replace", failing)
     with pytest.raises(OSError, match="disk full"):
         DecoProcessor(["x"], torch.tensor([[3]]), (5,)).save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, TrainerCallback
+from transformers import AutoModel, AutoProcessor, TrainerCallback
 
+from hf_deco.hub import check_folder
 from hf_deco.items.generations import open_index
 from hf_deco.training.gear import curve, make_config, make_trainer, prepare_stream, summarise, train_gear
 from hf_deco.training.gear_arguments import ABLATIONS, GearTrainingArguments
@@ -111,9 +112,8 @@ def test_the_index_is_that_of_the_model(arguments, tmp_path):
     index.check_made_for(model.config.catalog_version, "gear")
     assert model.tokenizer_version == index.tokenizer_version and len(index) == model.config.num_items == 28
     log = prepare_stream(arguments())
-    first, last = index.find_codes(model.catalog_codes.numpy())
-    for number, item_id in enumerate(log.item_ids):
-        assert item_id in [index.item_ids[row] for row in range(first[number], last[number])]
+    assert sorted(index.item_ids) == sorted(log.item_ids.tolist())
+    assert np.array_equal(model.catalog_codes.numpy(), index.item_codes())
     # finished: nothing is trained, and what it found is returned
     before = (tmp_path / "run/model/model.safetensors").stat().st_mtime_ns
     assert train_gear(arguments(resume_from_checkpoint="last")) == metrics
@@ -160,16 +160,37 @@ def test_an_unmoved_tokenizer_adds_new_items_to_the_index_it_has(arguments, tmp_
     assert len(back.index) == 20 and np.array_equal(back.index.keys, first.index.keys)
 
 
-def test_towers_learn_at_a_rate_of_their_own(arguments):
-    trainer = make_trainer(arguments(tower_rate=0.0, max_steps=6))
+@pytest.mark.parametrize(
+    ("option", "held"),
+    [
+        ("tower_rate", {"item_tower.up_proj", "item_tower.down_proj"}),
+        ("quantizer_rate", {"quantizer", "item_features"}),
+    ],
+)
+def test_what_makes_sids_learns_at_rates_of_its_own(arguments, option, held):
+    rates = {"tower_rate": 0.25, "quantizer_rate": 0.5} | {option: 0.0}
+    trainer = make_trainer(arguments(max_steps=6, **rates))
+    trainer.train()
+    rate_of = {id(w): group["lr"] for group in trainer.optimizer.param_groups for w in group["params"]}
+    for name, weight in trainer.model.named_parameters():
+        factor = {"quantizer": rates["quantizer_rate"], "item_features": rates["quantizer_rate"]}.get(
+            name.split(".")[0]
+        )
+        if name.startswith(("item_tower.up_proj", "item_tower.down_proj")):
+            factor = rates["tower_rate"]
+        assert rate_of[id(weight)] == pytest.approx(1e-3 * (1.0 if factor is None else factor)), name
+    assert any(name.startswith(tuple(held)) for name, _ in trainer.model.named_parameters())
+
+
+def test_what_has_a_rate_of_zero_stays(arguments):
+    trainer = make_trainer(arguments(tower_rate=0.0, quantizer_rate=0.0, max_steps=6))
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     moved = {name for name, weight in trainer.model.named_parameters() if not torch.equal(weight, before[name])}
-    parts = {name.split(".")[0] for name in moved}
+    parts = {".".join(name.split(".")[: 1 + name.startswith("item_tower")]) for name in moved}
     # the quantizer was initialised, once, and did not learn
-    assert parts == {"decoder", "memory_encoder", "quantizer", "item_features", "user_features"}
-    rates = {group["lr"] for group in trainer.optimizer.param_groups}
-    assert rates == {0.0, 1e-3}
+    towers = {"user_tower", "item_tower.wide_proj", "item_tower.out_proj"}
+    assert parts == towers | {"decoder", "memory_encoder", "quantizer", "user_features"}
 
 
 def test_the_model_starts_with_scores_of_zero_and_content_of_a_known_size(arguments):
@@ -207,6 +228,20 @@ def test_a_list_of_equal_labels_teaches_nothing_and_harms_nothing(arguments, str
     assert log[-1]["loss_gen"] > 0
 
 
+def test_a_log_of_items_and_events_alone_is_trained_on_and_served(arguments, stream_folder, tmp_path):
+    """No features of items or users, no impressions, no business value, one behaviour, periods by their length."""
+    (tmp_path / "plain.yaml").write_text(
+        f"items: {{path: {stream_folder}/items.csv}}\nevents: {{path: {stream_folder}/events.parquet}}\n"
+    )
+    train_gear(arguments(log=str(tmp_path / "plain.yaml"), history_lengths=[6]))
+    check_folder(tmp_path / "run/model")
+    model, processor = (kind.from_pretrained(tmp_path / "run/model") for kind in (AutoModel, AutoProcessor))
+    assert model.config.user_features == model.config.item_features == [] and len(processor.item_ids) == 28
+    inputs = processor([{"clicks": ["i3"]}, {}], [None, {}])
+    assert inputs["user_ids"].shape == (2, 0) and inputs["item_ids"].shape == (1, 0)
+    assert model.generate(**inputs, num_beams=4, num_return_sequences=4).shape == (8, 2)
+
+
 def test_means_over_periods_and_over_cold_targets():
     points = [
         {"step": 1, "period": 3, "recall@3": 0.2, "cold/num_targets": 3, "cold/recall@3": 1.0},
@@ -229,6 +264,7 @@ def test_means_over_periods_and_over_cold_targets():
         ({"cutoffs": [0]}, "`cutoffs` must be a list of positive integers"),
         ({"quantizer_method": "kmeans"}, "`quantizer_method` must be one of rq, rq-ema"),
         ({"tower_rate": -1.0}, "`tower_rate` must be finite and not negative"),
+        ({"quantizer_rate": float("inf")}, "`quantizer_rate` must be finite and not negative"),
         ({"num_positives": 0}, "`num_positives` must be at least 1"),
     ],
 )

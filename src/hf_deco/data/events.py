@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .categories import MISSING, encode_table
+from ..models.categories_gear import Category
+from ..models.features_gear import MISSING
+from .categories import encode_table
 from .items import ItemTable, read_items
 from .roles import EventRoles, ItemRoles, LogRoles, UserRoles
 from .tables import read_columns, read_ids, refuse_rows
@@ -44,8 +46,9 @@ class EventLog:
         weights (`np.ndarray` of shape `(n,)`): business value, float64, not negative.
         shown_items, shown_users, shown_periods (`np.ndarray` of shape `(m,)`): impressions, by period; user -1 where
             everyone had them.
-        item_features, user_features (`list[dict]`): what [`GearConfig`] takes.
+        item_features, user_features (`tuple[Category, ...]`): what the columns of both hold.
         behaviors (`tuple[str, ...]`): names of the behaviours.
+        text_columns (`tuple[str, ...]`): columns of the item table that its texts are joined from.
     """
 
     item_ids: np.ndarray
@@ -64,9 +67,16 @@ class EventLog:
     shown_items: np.ndarray
     shown_users: np.ndarray
     shown_periods: np.ndarray
-    item_features: list[dict]
-    user_features: list[dict]
+    item_features: tuple[Category, ...]
+    user_features: tuple[Category, ...]
     behaviors: tuple[str, ...]
+    text_columns: tuple[str, ...]
+
+    def summary(self) -> dict[str, int]:
+        """Numbers of users, items, events, impressions and periods."""
+        periods = int(self.periods[-1] - self.periods[0]) + 1
+        counts = {"users": self.user_ids, "items": self.item_ids, "events": self.items, "impressions": self.shown_items}
+        return {name: len(column) for name, column in counts.items()} | {"periods": periods}
 
     def num_known(self, period: int) -> int:
         """How many items have entered in a period or before."""
@@ -93,9 +103,13 @@ def read_event_log(roles: LogRoles, items: ItemTable, embeddings: np.ndarray) ->
 
     Raises:
         FileNotFoundError: a table is missing.
-        ValueError: a column is missing or holds what it must not, an event names an unknown item, or periods do not
-            follow time.
+        ValueError: a column is missing or holds what it must not, an event names an unknown item, periods do not follow
+            time, or there is not one finite embedding a row of the item table.
     """
+    if np.ndim(embeddings) != 2 or len(embeddings) != len(items):
+        raise ValueError(f"`embeddings` must have shape ({len(items)}, width), got {np.shape(embeddings)}.")
+    if not np.isfinite(embeddings).all():
+        raise ValueError("`embeddings` holds NaN or infinite values; repair or remove such rows.")
     events = _read_events(roles.events, items)
     shown = _read_impressions(roles, items, events)
     entered, order = _entry_order(len(items), events, shown)
@@ -124,6 +138,7 @@ def read_event_log(roles: LogRoles, items: ItemTable, embeddings: np.ndarray) ->
         item_features=item_features,
         user_features=user_features,
         behaviors=tuple(roles.events.behaviors),
+        text_columns=roles.items.text,
     )
 
 
@@ -176,7 +191,8 @@ def _read_weights(table: pd.DataFrame, column: str) -> np.ndarray:
     import pandas as pd
 
     weights = pd.to_numeric(table[column], errors="coerce").to_numpy(dtype=np.float64)
-    bad = ~(np.isfinite(weights) & (weights >= 0))
+    with np.errstate(over="ignore"):  # the model reads float32
+        bad = ~(np.isfinite(weights.astype(np.float32)) & (weights >= 0))
     refuse_rows(column, "weights that are negative, infinite or no numbers", bad, table[column])
     return weights
 
@@ -190,24 +206,29 @@ def _read_periods(table: pd.DataFrame, column: str) -> np.ndarray:
 
 def _read_impressions(roles: LogRoles, items: ItemTable, events: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Columns of the impressions, by period; each of user, item and period once."""
-    shown = roles.impressions
+    import pandas as pd
+
+    shown, empty = roles.impressions, np.empty(0, dtype=np.int64)
+    nothing = {"item": empty, "period": empty, "user": empty.astype(object)}
     if shown is None:
-        empty = np.empty(0, dtype=np.int64)
-        return {"item": empty, "period": empty, "user": empty.astype(object)}
+        return nothing
     when = shown.timestamp if shown.period is None else shown.period
     required = {shown.item: "item", when: "timestamp" if shown.period is None else "period"}
     if shown.user is not None:
         required[shown.user] = "user"
     table = read_columns(shown.path, required, as_text=(shown.item, *([] if shown.user is None else [shown.user])))
-    table = table.drop_duplicates(ignore_index=True)
+    if not len(table):
+        return nothing
     if shown.period is None:
         periods = (to_unix_seconds(table[when], when) - events["time"][0]) // roles.events.period_seconds
     else:
         periods = _read_periods(table, when)
     found = _find_items(read_ids(table, shown.item), items, "impressions")
     users = np.full(len(table), None, dtype=object) if shown.user is None else read_ids(table, shown.user)
-    order = np.argsort(periods, kind="stable")
-    return {"item": found[order], "period": periods[order], "user": users[order]}
+    # By period, not by time: what was shown twice in a period is not drawn twice as often.
+    once = pd.DataFrame({"item": found, "period": periods, "user": users}).drop_duplicates()
+    once = once.sort_values("period", kind="stable")
+    return {name: once[name].to_numpy() for name in once}
 
 
 def _find_items(item_ids: np.ndarray, items: ItemTable, table: str) -> np.ndarray:
@@ -253,22 +274,22 @@ def _number_requests(events: dict[str, np.ndarray], users: np.ndarray) -> np.nda
     return key.groupby(list(key), sort=False).ngroup().to_numpy(dtype=np.int64)
 
 
-def _read_item_features(roles: ItemRoles, num_items: int) -> tuple[list[dict], np.ndarray]:
+def _read_item_features(roles: ItemRoles, num_items: int) -> tuple[tuple[Category, ...], np.ndarray]:
     if not roles.features:
-        return [], np.empty((num_items, 0), dtype=np.int64)
+        return (), np.empty((num_items, 0), dtype=np.int64)
     return encode_table(read_columns(roles.path, dict.fromkeys(roles.features, "features")), roles.features)
 
 
-def _read_user_features(roles: UserRoles | None, user_ids: np.ndarray) -> tuple[list[dict], np.ndarray]:
-    """Entries of the configuration, and the features of every user of the log; -1 for those not in the table."""
+def _read_user_features(roles: UserRoles | None, user_ids: np.ndarray) -> tuple[tuple[Category, ...], np.ndarray]:
+    """The features of users, and their values for every user of the log; -1 for those not in the table."""
     import pandas as pd
 
     if roles is None or not roles.features:
-        return [], np.empty((len(user_ids), 0), dtype=np.int64)
+        return (), np.empty((len(user_ids), 0), dtype=np.int64)
     required = {roles.id: "id", **dict.fromkeys(roles.features, "features")}
     table = read_columns(roles.path, required, as_text=(roles.id,))
     ids = pd.Index(read_ids(table, roles.id))
     refuse_rows(roles.id, "users that stand there before", ids.duplicated(), table[roles.id])
-    entries, encoded = encode_table(table, roles.features)
-    rows = ids.get_indexer(user_ids)
-    return entries, np.where(rows[:, None] >= 0, encoded[rows], MISSING)
+    features, encoded = encode_table(table, roles.features)
+    nobody = np.full((1, encoded.shape[1]), MISSING)
+    return features, np.concatenate([encoded, nobody])[ids.get_indexer(user_ids)]  # -1, the last row, for others

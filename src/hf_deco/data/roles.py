@@ -108,10 +108,8 @@ def _read_table(name: str, kind: type, roles: dict, folder: Path):
     if not isinstance(roles, dict):
         raise ValueError(f"`{name}` must be a mapping of roles, got {roles!r}.")
     _check_names(f"roles of `{name}`", roles, {item.name for item in fields(kind)}, required=("path",))
+    _check_values(name, kind, roles)
     roles = roles | {"path": str(folder / roles["path"])}
-    for role in ("features", "behaviors"):
-        if role in roles and not isinstance(roles[role], dict):
-            raise ValueError(f"`{role}` of `{name}` must be a mapping, got {roles[role]!r}.")
     if "text" in roles:
         roles["text"] = (roles["text"],) if isinstance(roles["text"], str) else tuple(roles["text"])
     table = kind(**roles)
@@ -121,6 +119,41 @@ def _read_table(name: str, kind: type, roles: dict, folder: Path):
             f"{table.period_seconds}."
         )
     return table
+
+
+def _check_values(table: str, kind: type, roles: dict) -> None:
+    """Raise a `ValueError` where a role is not what it should be; a YAML file may hold anything."""
+    unset = {item.name for item in fields(kind) if item.default is None}
+    for role, value in roles.items():
+        what, good = _VALUES.get(role, ("a column", _is_text))
+        if not good(value) and not (value is None and role in unset):
+            raise ValueError(f"`{role}` of `{table}` must be {what}, got {value!r}.")
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str)
+
+
+def _are_columns(value) -> bool:
+    return _is_text(value) or isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value))
+
+
+def _is_mapping(value) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value))
+
+
+def _are_behaviors(value) -> bool:
+    return _is_mapping(value) and all(column is None or _is_text(column) for column in value.values())
+
+
+# What a role other than a column must be.
+_VALUES = {
+    "path": ("a path", lambda value: isinstance(value, str | Path)),
+    "text": ("a column, or a list of columns", _are_columns),
+    "features": ("a mapping from columns to what they hold", _is_mapping),
+    "behaviors": ("a mapping from names to columns, or to null", _are_behaviors),
+    "period_seconds": ("a whole number", lambda value: type(value) is int),
+}
 
 
 def _check_names(what: str, given, known, required: tuple[str, ...]) -> None:

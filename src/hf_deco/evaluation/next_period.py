@@ -11,7 +11,7 @@ from ..data.events import EventLog
 from ..data.gear_batches import GearCollator
 from ..data.requests import Requests
 from ..items.index import ItemIndex
-from ..items.reranking import best_first, spread
+from ..items.reranking import best_first, log_softmax, spread
 from ..items.sid_keys import sid_keys
 from ..models.modeling_gear import GearForSIDRetrieval
 from .set_metrics import set_metrics, share_found
@@ -25,8 +25,9 @@ class NextPeriodEvaluator:
     """Retrieves for users at the start of a period and compares with the items of their events in it.
 
     Metrics of items: `recall@k` and `ndcg@k`, see [`set_metrics`]; `cold/recall@k` over the items without an event
-    before the period, see [`share_found`]; `sid/recall@k` and `sid/ndcg@k` of SIDs as the beam ranks them. With the
-    vectors of the items, what packing costs: `int8/...` and `int4/...`, `recall@k` and `ndcg@k` of the same candidates,
+    before the period, see [`share_found`]; `sid/recall@k` and `sid/ndcg@k` of SIDs as the beam ranks them;
+    `dot/recall@k` and `dot/ndcg@k` of the same candidates ranked by the reranker's products alone. With the vectors of
+    the items, what packing costs: `int8/...` and `int4/...`, `recall@k` and `ndcg@k` of the same candidates,
     and `kept@k`, the share of the best `k` by fp32 that stays; `fp32/...` beside them.
 
     Args:
@@ -37,7 +38,8 @@ class NextPeriodEvaluator:
         ks (sequence of `int`): Cutoffs.
         num_beams (`list[int]`): Beam width of every level; as many SIDs are expanded as the last says.
         per_sid_limit (`int`): Items of one SID, at most.
-        rerank (`bool`): Whether items are ranked by the reranking head. Without it they stand in the order of their
+        rerank (`bool`): Whether the reranking head tells the items of a SID apart: items are then ranked by
+            `log p(SID) + log softmax(u . v)` over the items of the SID. Without it they stand in the order of their
             SIDs, and those of one SID in random order.
         seed (`int`): What the draws depend on, together with the period.
     """
@@ -107,12 +109,20 @@ class NextPeriodEvaluator:
         index.check_made_for(model.config.catalog_version, index.model_id)
         users = self.users(period)
         numbers = self._numbers(index)
-        sequences, queries = self._search(model, users, period)
-        ranked = self._rank(index, sequences, queries, period)
+        sequences, log_probs, queries = self._search(model, users, period)
+        if queries is None:
+            ranked = self._shuffled(index, sequences, period)
+        else:
+            ranked = index.rerank(queries, sequences, self.per_sid_limit, max(self.ks), log_probs=log_probs).rows
         metrics = self.item_metrics(np.where(ranked >= 0, numbers[ranked], -1), users, period)
         metrics |= self._sid_metrics(index, numbers, sequences, users, period)
-        if vectors is not None and self.rerank:
-            metrics |= self._precisions(index, numbers, sequences, queries, vectors, users, period)
+        if queries is not None:
+            bought, _ = self.relevant(users, period)
+            rows = index.rerank(queries, sequences, self.per_sid_limit, max(self.ks)).rows
+            alone = set_metrics(np.where(rows >= 0, numbers[rows], -1), bought, self.ks)
+            metrics |= {f"dot/{name}": value for name, value in alone.items()}
+            if vectors is not None:
+                metrics |= self._precisions(index, numbers, sequences, log_probs, queries, vectors, users, period)
         return metrics
 
     def _numbers(self, index: ItemIndex) -> np.ndarray:
@@ -120,13 +130,14 @@ class NextPeriodEvaluator:
         number_of = {item_id: number for number, item_id in enumerate(self.log.item_ids.tolist())}
         return np.array([number_of[index.item_ids[row]] for row in range(len(index))])
 
-    def _search(self, model, users: np.ndarray, period: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """SIDs `(E, R, K)` of users, best first, -1 for none; and the vectors `(E, R, d)` that rank their items."""
+    def _search(self, model, users: np.ndarray, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """SIDs `(E, R, K)` of users, best first, -1 for none; their log-probabilities `(E, R)`; and the vectors
+        `(E, R, d)` that rank their items."""
         start = self.log.times[self.log.events_of(period)][0]
         histories = [self.requests.history(user, start) for user in users.tolist()]
         number, training = self.num_beams[-1], model.training
         model.eval()
-        sequences, queries = [], []
+        sequences, log_probs, queries = [], [], []
         for first in range(0, len(users), USERS_AT_ONCE):
             here = slice(first, first + USERS_AT_ONCE)
             batch = self.collator.users(users[here].tolist(), histories[here])
@@ -138,15 +149,16 @@ class NextPeriodEvaluator:
                 return_dict_in_generate=True,
             )
             sequences.append(output.sequences.unflatten(0, (-1, number)).cpu().numpy())
+            log_probs.append(output.sequences_scores.unflatten(0, (-1, number)).cpu().numpy())
             if self.rerank:
                 queries.append(output.rerank_vectors.unflatten(0, (-1, number)).cpu().numpy())
         model.train(training)
-        return np.concatenate(sequences), np.concatenate(queries) if self.rerank else None
+        queries = np.concatenate(queries) if self.rerank else None
+        return np.concatenate(sequences), np.concatenate(log_probs), queries
 
-    def _rank(self, index: ItemIndex, sequences: np.ndarray, queries: np.ndarray | None, period: int) -> np.ndarray:
-        """Rows of the index, best first, `(E, max(ks))`, -1 for none."""
-        if queries is not None:
-            return index.rerank(queries, sequences, self.per_sid_limit, max(self.ks)).rows
+    def _shuffled(self, index: ItemIndex, sequences: np.ndarray, period: int) -> np.ndarray:
+        """Rows of the index in the order of their SIDs, `(E, max(ks))`, -1 for none; those of one SID in random
+        order."""
         random, k = np.random.default_rng((self.seed, period, 1)), max(self.ks)
         ranked = np.full((len(sequences), k), -1)
         for row, starts, ends in zip(ranked, *index.find_codes(sequences), strict=True):
@@ -172,19 +184,20 @@ class NextPeriodEvaluator:
         metrics = set_metrics(ranked[kept], [relevant[place] for place in kept], self.ks)
         return {f"sid/{name}": value for name, value in metrics.items()}
 
-    def _precisions(self, index, numbers, sequences, queries, vectors, users, period) -> dict[str, float]:
+    def _precisions(self, index, numbers, sequences, log_probs, queries, vectors, users, period) -> dict[str, float]:
         """Metrics of the same candidates, scored by vectors of every precision."""
         k, metrics = max(self.ks), {}
         found = [spread(*pair) for pair in zip(*index.find_codes(sequences), strict=True)]
         exact = np.full((len(users), k), -1)
         for user, (groups, rows) in enumerate(found):
-            scores = np.einsum("nd,nd->n", vectors[numbers[rows]], queries[user][groups])
-            best = best_first(scores.astype(np.float32), groups, self.per_sid_limit, k)
+            scores = np.einsum("nd,nd->n", vectors[numbers[rows]], queries[user][groups]).astype(np.float32)
+            scores = log_probs[user, groups] + log_softmax(scores, groups)
+            best = best_first(scores, groups, self.per_sid_limit, k)
             exact[user, : len(best)] = numbers[rows[best]]
         rankings = {"fp32": exact}
         for precision in PRECISIONS:
             packed = _repack(index, vectors[numbers], precision)
-            rows = packed.rerank(queries, sequences, self.per_sid_limit, k).rows
+            rows = packed.rerank(queries, sequences, self.per_sid_limit, k, log_probs=log_probs).rows
             rankings[precision] = np.where(rows >= 0, numbers[rows], -1)
         bought, _ = self.relevant(users, period)
         for precision, ranked in rankings.items():

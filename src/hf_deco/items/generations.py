@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,9 +15,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .index import ItemIndex
-from .index_files import read_index, sync_folder, write_index, write_synced
+from .index_files import MANIFEST, read_index, sync_folder, write_index, write_synced
 
 CURRENT, LOCK = "CURRENT", ".lock"
+INDEX_FOLDER = "index"  # beside the weights of a checkpoint
 _GENERATION, _LEFTOVER = re.compile(r"gen-([1-9][0-9]*)"), re.compile(r"\.(gen-[0-9]+|CURRENT)\.[0-9a-f]{32}")
 
 
@@ -93,6 +95,38 @@ class IndexWriter:
         if keep is not None:
             self.prune(keep)
         return replace(index, generation=generation, base=generation)
+
+    def adopt(self, folder: str | Path) -> ItemIndex:
+        """Makes the current generation of another folder, such as one that was downloaded, the current one here, under
+        its own number.
+
+        Args:
+            folder (`str` or `Path`): where it was published. It is read, and may be read-only.
+
+        Returns:
+            `ItemIndex`: that generation.
+
+        Raises:
+            ValueError: it is damaged, or a generation of that number is here that is another one.
+            FileNotFoundError: nothing was published there, or a file is missing.
+            RuntimeError: this writer is closed.
+        """
+        self._check_open()
+        named = replace(_read_current(Path(folder)), previous=None)
+        index, here = _open(Path(folder), named, verify=True), self.folder / f"gen-{named.generation}"
+        if here.exists():
+            if hashlib.sha256((here / MANIFEST).read_bytes()).hexdigest() != named.manifest_sha256:
+                raise ValueError(
+                    f"{str(self.folder)!r} has a generation {named.generation} of its own: publish the index of "
+                    f"{str(folder)!r} as its next one, or adopt it in another folder."
+                )
+        else:
+            self._write(index, named.generation)
+        current = _read_current(self.folder) if (self.folder / CURRENT).exists() else None
+        if not named.same_as(current):
+            before = None if current is None else replace(current, previous=None)
+            self._point_to(replace(named, previous=before))
+        return index
 
     def rollback(self) -> int:
         """Makes the generation before the current one current again, after reading it, and returns its number.
@@ -270,6 +304,16 @@ def open_index(folder: str | Path, verify: bool = True) -> ItemIndex:
         ValueError: the generation is damaged.
     """
     return _open(Path(folder), _read_current(Path(folder)), verify)
+
+
+def current_generation(folder: str | Path) -> int:
+    """Number of the current generation of a folder, which is not read.
+
+    Raises:
+        FileNotFoundError: nothing was published.
+        ValueError: the file that names it is damaged.
+    """
+    return _read_current(Path(folder)).generation
 
 
 def _open(folder: Path, named: _Current, verify: bool) -> ItemIndex:

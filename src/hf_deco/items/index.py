@@ -9,11 +9,11 @@ import torch
 
 from ..models.strings_sid import PackedStrings
 from ..models.trie import SIDTrie
-from .embedding import check_embeddings
+from .index_arguments import as_floats, as_integers, check_denied, check_items, check_log_probs, some, to_numpy
 from .index_order import join_strings, merged_order, sorted_order, take_strings
 from .packing import PackedRows, check_precision
-from .reranking import Reranked, best_first, drop_repeated, spread
-from .rq_kmeans import check_codebook_sizes, check_codes
+from .reranking import Reranked, best_first, drop_repeated, log_softmax, spread
+from .rq_kmeans import check_codebook_sizes
 from .sid_keys import check_key_space, key_codes, last_keys, sid_keys
 from .sid_table import check_item_ids
 
@@ -119,7 +119,7 @@ class ItemIndex:
         sizes = check_codebook_sizes(codebook_sizes)
         check_key_space(sizes)
         check_precision(precision)
-        item_ids, names, keys, embeddings = _check_items(item_ids, codes, embeddings, sizes)
+        item_ids, names, keys, embeddings = check_items(item_ids, codes, embeddings, sizes)
         order = sorted_order(keys, item_ids)
         rows = PackedRows.pack(embeddings, precision).take(order)
         return cls(*_directory(keys[order]), take_strings(names, order), rows, sizes, tokenizer_version, model_id)
@@ -173,7 +173,7 @@ class ItemIndex:
             return np.empty(0, dtype=str), PackedStrings.pack([]), self.keys[nothing], self.embeddings.take(nothing)
         if codes is None or embeddings is None:
             raise ValueError("`item_ids` is given without `codes` or `embeddings`; give both, one row an item.")
-        item_ids, names, keys, embeddings = _check_items(item_ids, codes, embeddings, self.codebook_sizes)
+        item_ids, names, keys, embeddings = check_items(item_ids, codes, embeddings, self.codebook_sizes)
         self._check_width(embeddings, "embeddings")
         return item_ids, names, keys, PackedRows.pack(embeddings, self.embeddings.precision)
 
@@ -187,10 +187,10 @@ class ItemIndex:
         removed = check_item_ids(removed)
         both = np.intersect1d(removed, item_ids)
         if both.size:
-            raise ValueError(f"`removed` and `item_ids` both name {_some(both)}; an item stays or leaves.")
+            raise ValueError(f"`removed` and `item_ids` both name {some(both)}; an item stays or leaves.")
         rows = np.array(self.item_ids.find(removed.tolist()), dtype=np.int64)
         if (rows < 0).any():
-            raise ValueError(f"`removed` names {_some(removed[rows < 0])} not in this index of {len(self)} items.")
+            raise ValueError(f"`removed` names {some(removed[rows < 0])} not in this index of {len(self)} items.")
         return rows
 
     def check_made_for(self, tokenizer_version: str, model_id: str) -> None:
@@ -217,7 +217,7 @@ class ItemIndex:
         Raises:
             ValueError: `sids` is malformed or a position is not in the directory.
         """
-        sids = _as_integers(sids, "sids")
+        sids = as_integers(sids, "sids")
         if sids.size and not -1 <= sids.min() <= sids.max() < self.num_sids:
             raise ValueError(
                 f"`sids` must be positions 0..{self.num_sids - 1}, or -1 for none, got {sids.min()}..{sids.max()}."
@@ -237,7 +237,7 @@ class ItemIndex:
         Raises:
             ValueError: `codes` is malformed. Codes outside their level are no error: no item has them.
         """
-        codes = _as_integers(codes, "codes")
+        codes = as_integers(codes, "codes")
         if not codes.ndim or not 1 <= codes.shape[-1] <= len(self.codebook_sizes):
             raise ValueError(
                 f"`codes` must hold 1 to {len(self.codebook_sizes)} codes in the last dimension, got {codes.shape}."
@@ -258,13 +258,19 @@ class ItemIndex:
         Returns:
             Two arrays of shape `(C,)`, `C` the number of items: which of the SIDs each comes from, and its row.
         """
-        sids = _as_integers(sids, "sids")
+        sids = as_integers(sids, "sids")
         if sids.ndim not in (1, 2):
             raise ValueError(f"`sids` must be positions (S,) or codes (S, L), got shape {sids.shape}.")
         return spread(*(self.find(sids) if sids.ndim == 1 else self.find_codes(sids)))
 
-    def rerank(self, users, sids, per_sid_limit: int | None = None, k: int = 10) -> Reranked:
+    def rerank(
+        self, users, sids, per_sid_limit: int | None = None, k: int = 10, deny_rows=None, log_probs=None
+    ) -> Reranked:
         """Scores the items of every user's candidate SIDs by dot products, and returns the best.
+
+        Products of different SIDs are hardly comparable where a vector of its own ranks the items of each. With
+        `log_probs`, the score of an item is its log-probability, `log p(SID) + log softmax(u . v)` over all items of
+        the SID: the generator chooses among SIDs, the reranker among the items of one.
 
         Args:
             users (array-like of shape `(B, d)`, or `(B, S, d)`): vector of every user; or of every candidate SID, as
@@ -273,6 +279,10 @@ class ItemIndex:
                 `find_codes`. A SID without items, or that stood before in the list, gives none.
             per_sid_limit (`int`, *optional*): items of one SID at most.
             k (`int`): items of a user.
+            deny_rows (sequence of B sequences of `int`, *optional*): rows that each user may not be given, such as
+                `rows_of` gives for the ids of what they have seen; -1 stands for none. They take nobody's place.
+            log_probs (array-like of shape `(B, S)`, *optional*): log-probabilities of the candidate SIDs, such as
+                `sequences_scores` of a search.
 
         Returns:
             [`Reranked`]: best first; equal scores in the order of the user's SIDs, then of rows.
@@ -280,7 +290,7 @@ class ItemIndex:
         Raises:
             ValueError: an argument is malformed, a user is not finite, or a score is beyond float32.
         """
-        users, sids = self._check_users(users), _as_integers(sids, "sids")
+        users, sids = self._check_users(users), as_integers(sids, "sids")
         if sids.ndim not in (2, 3) or sids.shape[: users.ndim - 1] != users.shape[:-1]:
             raise ValueError(
                 f"`sids` must be positions (B, S) or codes (B, S, L) for {len(users)} `users`, got shape {sids.shape} "
@@ -290,6 +300,9 @@ class ItemIndex:
             if not isinstance(number, int | np.integer) or number < 1:
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
         ranges = self.find(sids) if sids.ndim == 2 else self.find_codes(sids)
+        denied = check_denied(deny_rows, len(users), len(self))
+        if log_probs is not None:
+            log_probs = check_log_probs(log_probs, sids.shape[:2])
         result = Reranked.empty(len(users), k, self.generation)
         for number, (user, starts, ends) in enumerate(zip(users, *ranges, strict=True)):
             groups, rows = spread(starts, drop_repeated(starts, ends))
@@ -299,6 +312,11 @@ class ItemIndex:
                 scores = self.embeddings.pair_scores(rows, user, groups)
             if not np.isfinite(scores).all():
                 raise ValueError(f"`users` row {number} gives scores beyond float32; normalise it and the embeddings.")
+            if log_probs is not None:
+                scores = log_probs[number, groups] + log_softmax(scores, groups)
+            if len(denied[number]):
+                allowed = np.isin(rows, denied[number], invert=True)
+                groups, rows, scores = groups[allowed], rows[allowed], scores[allowed]
             best = best_first(scores, groups, per_sid_limit, k)
             for array, values in ((result.rows, rows), (result.scores, scores), (result.sids, groups)):
                 array[number, : len(best)] = values[best]
@@ -306,22 +324,49 @@ class ItemIndex:
 
     def _check_users(self, users) -> np.ndarray:
         """Vectors `(B, d)` or `(B, S, d)`, finite float32 of the width of the index."""
-        users = _to_numpy(users)
+        users = to_numpy(users)
         if users.ndim != 3:
-            users = _as_floats(users, "users")
+            users = as_floats(users, "users")
             self._check_width(users, "users")
             return users
-        flat = _as_floats(users.reshape(-1, users.shape[2]), "users")
+        flat = as_floats(users.reshape(-1, users.shape[2]), "users")
         self._check_width(flat, "users")
         return flat.reshape(users.shape)
 
     def ids(self, rows) -> list[list[str]]:
         """Item ids of rows `(B, k)`, without those that are -1."""
-        return [[self.item_ids[row] for row in some if row >= 0] for some in np.asarray(rows).tolist()]
+        return [[self.item_ids[row] for row in user if row >= 0] for user in np.asarray(rows).tolist()]
+
+    def rows_of(self, item_ids) -> list[list[int]]:
+        """Rows of the items of every user, -1 for ids that are not in the index.
+
+        They are what `rerank` takes as `deny_rows`. They are catalog rows, too, which `generate` takes as `deny_rows`
+        and `allow_rows`, of a model that was given the catalog of this index:
+
+        ```python
+        model.set_catalog(index.item_codes(), index.tokenizer_version)
+        ```
+
+        Args:
+            item_ids (sequence of B sequences): ids of every user, strings or integers.
+
+        Raises:
+            ValueError: a string stands in place of a user's ids.
+        """
+        if isinstance(item_ids, str) or any(isinstance(ids, str) for ids in item_ids):
+            raise ValueError("`item_ids` must hold one list of item ids per user, got a string in place of a list.")
+        lengths = np.array([len(ids) for ids in item_ids], dtype=np.int64)
+        rows = self.item_ids.find(str(item_id) for ids in item_ids for item_id in ids)
+        ends = np.cumsum(lengths)
+        return [rows[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
 
     def codes(self) -> np.ndarray:
         """Codes of all SIDs, `(S, K)` int64, in the order of the directory."""
         return key_codes(self.keys, self.codebook_sizes)
+
+    def item_codes(self) -> np.ndarray:
+        """SID of every item, `(N, K)` int64, in the order of rows."""
+        return np.repeat(self.codes(), np.diff(self.offsets), axis=0)
 
     def trie(self) -> SIDTrie:
         """The trie of all SIDs, for a beam search. Its leaves are positions in the directory, and so are its rows."""
@@ -332,47 +377,3 @@ def _directory(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct keys `(S,)` and the offsets `(S + 1,)` of their rows, from the ascending keys `(N,)` of all rows."""
     first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
     return keys[first], np.append(first, len(keys))
-
-
-def _check_items(item_ids, codes, embeddings, sizes: tuple[int, ...]) -> tuple:
-    """Ids as an array and packed, keys and embeddings of items, or `ValueError`."""
-    item_ids, codes = check_item_ids(item_ids), _to_numpy(codes)
-    check_codes(codes, sizes)
-    if len(codes) != len(item_ids):
-        raise ValueError(f"`codes` has {len(codes)} rows for {len(item_ids)} `item_ids`.")
-    try:
-        names = PackedStrings.pack(item_ids.tolist())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"`item_ids` holds {error.object!r}, which is no valid text.") from error
-    return item_ids, names, sid_keys(codes, sizes), check_embeddings(_to_numpy(embeddings), len(item_ids))
-
-
-def _to_numpy(values) -> np.ndarray:
-    """Values of NumPy, of torch on any device, or lists; NumPy has no bfloat16."""
-    if not isinstance(values, torch.Tensor):
-        return np.asarray(values)
-    return (values.detach().float() if values.is_floating_point() else values).cpu().numpy()
-
-
-def _as_integers(values, name: str) -> np.ndarray:
-    values = _to_numpy(values)
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"`{name}` must be integers, got {values.dtype}.")
-    return values.astype(np.int64, copy=False)
-
-
-def _as_floats(values, name: str) -> np.ndarray:
-    """Vectors `(n, d)` of any precision as finite float32."""
-    with np.errstate(over="ignore"):  # reported below
-        values = np.ascontiguousarray(_to_numpy(values), dtype=np.float32)
-    if values.ndim != 2:
-        raise ValueError(f"`{name}` must have shape (n, width), got {values.shape}.")
-    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-    if bad.size:
-        raise ValueError(f"`{name}` holds NaN or infinite values in {bad.size} rows, first in row {bad[0]}.")
-    return values
-
-
-def _some(names: np.ndarray) -> str:
-    shown = ", ".join(map(repr, names[:5].tolist()))
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -51,6 +51,16 @@ def drop_repeated(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return ends
 
 
+def log_softmax(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Log-softmax `(C,)` of scores `(C,)` within every group; `groups` `(C,)` ascend."""
+    if not len(scores):
+        return scores
+    starts = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
+    sizes = np.diff(np.append(starts, len(groups)))
+    scores = scores - np.repeat(np.maximum.reduceat(scores, starts), sizes)
+    return scores - np.repeat(np.log(np.add.reduceat(np.exp(scores), starts)), sizes)
+
+
 def best_first(scores: np.ndarray, groups: np.ndarray, limit: int | None, k: int) -> np.ndarray:
     """Positions of the `k` best candidates with at most `limit` of a group, best first; equal scores in their order.
 

@@ -92,16 +92,23 @@ class ItemFeatures(nn.Module):
 class ItemTower(nn.Module):
     """Item tower: features to a hidden state, which is quantised, and on to the output.
 
-    *Choice*: the paper quantises "intermediate hidden embeddings" of a tower that puts out 96 numbers, in codes of 128.
+    *Choices*: the paper quantises "intermediate hidden embeddings" of a tower that gives 96 numbers, in codes of 128.
     Here the last hidden layer is as wide as a code, so nothing has to be projected; a projection that the commitment
-    loss alone trains would shrink to zero. For the same reason hidden states have length 1.
+    loss alone trains would shrink to zero. For the same reason hidden states have length 1. The output also reads the
+    features past the hidden state (`wide_proj`): items of one SID have nearly the same hidden state, and what tells
+    them apart can then be learnt fast while SIDs stay where they are.
     """
 
     def __init__(self, config: GearConfig):
         super().__init__()
         self.up_proj = nn.Linear(config.item_feature_width, config.tower_hidden_size)
         self.down_proj = nn.Linear(config.tower_hidden_size, config.code_size)
-        self.out_proj = nn.Linear(config.code_size, config.tower_size)
+        self.wide_proj = nn.Linear(config.item_feature_width, config.tower_hidden_size)
+        self.out_proj = nn.Linear(config.code_size + config.tower_hidden_size, config.tower_size)
+
+    def hidden_parameters(self) -> list[nn.Parameter]:
+        """What makes hidden states, and so SIDs."""
+        return [*self.up_proj.parameters(), *self.down_proj.parameters()]
 
     def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states `(N, code_size)` and outputs `(N, tower_size)` of features `(N, W)`, never in half precision by
@@ -109,7 +116,8 @@ class ItemTower(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             hidden = F.normalize(self.down_proj(F.silu(self.up_proj(features))), dim=1)
             # The output reads numbers of the size that layers are initialised for.
-            return hidden, self.out_proj(hidden * hidden.shape[1] ** 0.5)
+            read = torch.cat([hidden * hidden.shape[1] ** 0.5, F.silu(self.wide_proj(features))], 1)
+            return hidden, self.out_proj(read)
 
 
 class UserTower(nn.Module):

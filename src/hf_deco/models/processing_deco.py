@@ -1,28 +1,18 @@
 """Item ids to the tensors that a model reads, and retrieved SIDs back to item ids."""
 
-import json
 import operator
-import os
-import tempfile
 from functools import cached_property
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import BatchFeature, ProcessorMixin
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import PROCESSOR_NAME, cached_file
+from transformers import BatchFeature
 
-from .strings_sid import PackedStrings
+from .processor_sid import ItemProcessor, one_of, packed, read_strings, string_tensors
 from .trie import SIDTrie, check_codes
 
-CATALOG_FILE = "catalog.safetensors"
 PADDING_SIDES = ("left", "right")
-UNKNOWN_ITEMS = ("error", "drop")
 
 
-class DecoProcessor(ProcessorMixin):
+class DecoProcessor(ItemProcessor):
     """Knows items: their ids, SIDs and titles.
 
     The first `num_items` are the model's catalog, row `i` here being item row `i` there. Items behind them, such as new
@@ -58,6 +48,7 @@ class DecoProcessor(ProcessorMixin):
     """
 
     model_input_names = ["item_codes", "attention_mask"]
+    _settable = ("max_history_length", "padding_side", "unknown_items")
 
     def __init__(
         self,
@@ -70,21 +61,19 @@ class DecoProcessor(ProcessorMixin):
         padding_side: str = "left",
         unknown_items: str = "error",
     ):
-        self.item_ids, self.titles = _packed(item_ids), None if titles is None else _packed(titles)
+        self._know_items(item_ids, unknown_items)
+        self.titles = None if titles is None else packed(titles)
         item_codes = torch.as_tensor(item_codes)
         self.codebook_sizes = tuple(int(size) for size in codebook_sizes)
         self.max_history_length = int(max_history_length)
         if self.max_history_length < 1:
             raise ValueError(f"`max_history_length` must be at least 1, got {max_history_length}.")
-        self.padding_side = _one_of("padding_side", padding_side, PADDING_SIDES)
-        self.unknown_items = _one_of("unknown_items", unknown_items, UNKNOWN_ITEMS)
+        self.padding_side = one_of("padding_side", padding_side, PADDING_SIDES)
         check_codes(item_codes, self.codebook_sizes)
         self.item_codes = item_codes.to(torch.int32)
         for name, values in (("item_codes", self.item_codes), ("titles", self.titles)):
             if values is not None and len(values) != len(self.item_ids):
                 raise ValueError(f"`{name}` has {len(values)} rows for {len(self.item_ids)} `item_ids`.")
-        if repeated := self.item_ids.repeated():
-            raise ValueError(f"`item_ids` must be unique; {len(repeated)} are repeated, such as {repeated[0]!r}.")
         self.num_items = len(self.item_ids) if num_items is None else int(num_items)
         if not 0 < self.num_items <= len(self.item_ids):
             raise ValueError(
@@ -132,7 +121,7 @@ class DecoProcessor(ProcessorMixin):
             raise ValueError(f"`return_tensors` must be 'pt', got {return_tensors!r}.")
         if (histories is None) == (item_rows is None):
             raise ValueError("Give either `histories` of item ids, or the same as `item_rows`.")
-        side = _one_of("padding_side", padding_side or self.padding_side, PADDING_SIDES)
+        side = one_of("padding_side", padding_side or self.padding_side, PADDING_SIDES)
         if item_rows is None:
             if isinstance(histories, str) or any(isinstance(history, str) for history in histories):
                 raise ValueError(
@@ -153,42 +142,12 @@ class DecoProcessor(ProcessorMixin):
         codes[mask] = self.item_codes[[row for history in rows for row in history]].long()
         return BatchFeature({"item_codes": codes, "attention_mask": mask.long()})
 
-    def rows_of(self, items: list[str], unknown_items: str | None = None) -> list[int]:
-        """Rows of item ids.
-
-        Args:
-            items (`list[str]`): Item ids.
-            unknown_items (`str`, *optional*): `"error"`, or `"drop"` to leave out ids that are not known; the
-                processor's own by default.
-
-        Raises:
-            ValueError: If ids are not known, and not dropped; names them. If `items` is a string.
-        """
-        if isinstance(items, str):
-            raise ValueError(f"`items` must be a list of item ids, got the string {items!r}.")
-        items = [str(item) for item in items]
-        rows = self.item_ids.find(items)
-        unknown = [repr(item) for item, row in zip(items, rows, strict=True) if row < 0]
-        return [row for row in rows if row >= 0] if self._drops("items", unknown, unknown_items) else rows
-
     def _known_rows(self, rows: list[int], unknown_items: str | None) -> list[int]:
         """The rows, without those that are no item's where these are to be dropped."""
         rows = [operator.index(row) for row in rows]
         known = [row for row in rows if 0 <= row < len(self.item_ids)]
         unknown = [str(row) for row in rows if not 0 <= row < len(self.item_ids)]
         return known if self._drops("item_rows", unknown, unknown_items) else rows
-
-    def _drops(self, name: str, unknown: list[str], policy: str | None) -> bool:
-        """Whether unknown items are to be left out of an argument; an error where there are some and they are not."""
-        policy = _one_of("unknown_items", policy or self.unknown_items, UNKNOWN_ITEMS)
-        if unknown and policy == "error":
-            what = "ids that are none" if name == "items" else "rows that are none"
-            raise ValueError(
-                f"`{name}` holds {len(unknown)} {what} of the {len(self.item_ids)} known items: "
-                f"{', '.join(unknown[:5])}. Leave them out, by `unknown_items='drop'` or yourself, or use a checkpoint "
-                "whose item table has them."
-            )
-        return policy == "drop"
 
     def batch_decode(self, sequences: torch.LongTensor) -> list:
         """Item id of every SID.
@@ -226,91 +185,34 @@ class DecoProcessor(ProcessorMixin):
                 "load both from one checkpoint, or give both the same new catalog."
             )
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> list[str]:
-        """Write `processor_config.json`, `catalog.safetensors` and the code; each replaces its old version whole or
-        not.
-
-        Args:
-            save_directory (`str` or path): The folder; made where there is none.
-            push_to_hub (`bool`, *optional*): Whether the processor goes to the Hub as well.
-            kwargs: Arguments of `push_to_hub`; `repo_id` is the folder's name by default.
-        """
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"item_codes": self.item_codes.contiguous(), **_tensors("item_ids", self.item_ids)}
+    def _saved(self) -> tuple[dict, dict[str, torch.Tensor]]:
+        tensors = {"item_codes": self.item_codes.contiguous()}
         if self.titles is not None:
-            tensors |= _tensors("titles", self.titles)
-        options = ("max_history_length", "codebook_sizes", "num_items", "padding_side", "unknown_items")
-        config = {"processor_class": type(self).__name__, **{name: getattr(self, name) for name in options}}
-        with tempfile.TemporaryDirectory(prefix=".processor", dir=folder) as temporary:
-            code = (custom_object_save(self, temporary, config) or []) if self._auto_class else []
-            save_file(tensors, Path(temporary, CATALOG_FILE))
-            Path(temporary, PROCESSOR_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            names = [*(Path(file).name for file in code), CATALOG_FILE, PROCESSOR_NAME]
-            for name in names:
-                os.replace(Path(temporary, name), folder / name)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
-        return [str(folder / name) for name in names]
+            tensors |= string_tensors("titles", self.titles)
+        names = ("max_history_length", "codebook_sizes", "num_items", "padding_side", "unknown_items")
+        return {name: getattr(self, name) for name in names}, tensors
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> "DecoProcessor":
-        """Load a processor from a folder or a repository of the Hub.
-
-        Args:
-            pretrained_model_name_or_path (`str` or path): Where from.
-            kwargs: Hub options; and `max_history_length`, `padding_side`, `unknown_items` in place of the checkpoint's.
-
-        Raises:
-            OSError: If a file is missing or damaged.
-        """
-        path = str(pretrained_model_name_or_path)
-        names = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
-        loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        files = [cached_file(path, name, **loading) for name in (PROCESSOR_NAME, CATALOG_FILE)]
-        try:
-            config = json.loads(Path(files[0]).read_text(encoding="utf-8"))
-            tensors = load_file(files[1])
-            options = ("max_history_length", "padding_side", "unknown_items")
-            config |= {name: kwargs[name] for name in options if name in kwargs}
-            return cls(
-                item_ids=_strings("item_ids", tensors),
-                item_codes=tensors["item_codes"],
-                codebook_sizes=config["codebook_sizes"],
-                max_history_length=config["max_history_length"],
-                titles=_strings("titles", tensors) if "titles.bytes" in tensors else None,
-                num_items=config["num_items"],
-                **{name: config[name] for name in options[1:] if name in config},  # older checkpoints lack them
-            )
-        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise OSError(f"The processor files of {path!r} are damaged or incomplete ({error!r}).") from error
+    def _from_saved(cls, config: dict, tensors: dict[str, torch.Tensor]) -> "DecoProcessor":
+        return cls(
+            item_ids=read_strings("item_ids", tensors),
+            item_codes=tensors["item_codes"],
+            codebook_sizes=config["codebook_sizes"],
+            max_history_length=config["max_history_length"],
+            titles=read_strings("titles", tensors) if "titles.bytes" in tensors else None,
+            num_items=config["num_items"],
+            **{name: config[name] for name in cls._settable[1:] if name in config},  # older checkpoints lack them
+        )
 
 
 def check_pair(model, processor: DecoProcessor) -> None:
     """Raise a `ValueError` where a processor names other items than the model retrieves."""
+    if not hasattr(processor, "check_catalog"):
+        raise ValueError(
+            f"A {type(processor).__name__} does not turn histories of item ids into items by itself: the card of its "
+            "checkpoint tells how to retrieve with it."
+        )
     processor.check_catalog(model.catalog_codes)
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}.")
-    return value
-
-
-def _packed(strings) -> PackedStrings:
-    return strings if isinstance(strings, PackedStrings) else PackedStrings.pack(strings)
-
-
-def _tensors(name: str, strings: PackedStrings) -> dict[str, torch.Tensor]:
-    return {f"{name}.bytes": torch.from_numpy(strings.data), f"{name}.offsets": torch.from_numpy(strings.offsets)}
-
-
-def _strings(name: str, tensors: dict[str, torch.Tensor]) -> PackedStrings:
-    data, offsets = tensors[f"{name}.bytes"].numpy(), tensors[f"{name}.offsets"].numpy()
-    try:
-        return PackedStrings(data, offsets)
-    except ValueError as error:
-        raise OSError(f"The processor files are damaged: `{name}` cannot be told apart ({error}).") from error
 
 
 __all__ = ["DecoProcessor"]

@@ -14,16 +14,19 @@ import numpy as np
 import torch
 from transformers import set_seed
 
+from ..card_facts import count_parameters
 from ..data.events import EventLog, read_event_log, read_item_texts
 from ..data.gear_batches import GearCollator
 from ..data.grocery import prepare_grocery_stream
 from ..data.requests import Requests
 from ..data.roles import read_roles
 from ..evaluation.next_period import NextPeriodEvaluator
+from ..model_card import CARD, write_model_card
 from ..models.configuration_gear import LOSS_WEIGHTS, GearConfig
 from ..models.modeling_gear import GearForSIDRetrieval
 from .checkpoints import RUN_FILE, find_checkpoint, finished_run
 from .gear_arguments import GROCERY, GearTrainingArguments
+from .gear_checkpoint import make_processor, save_gear
 from .gear_index import IndexPublisher
 from .gear_stream import RequestStream
 from .gear_trainer import FROZEN_FILE, STREAM_FILE, GearTrainer
@@ -43,9 +46,10 @@ _FLOOR_OPTIONS += ("per_device_train_batch_size",)
 def train_gear(args: GearTrainingArguments) -> dict[str, dict[str, float]]:
     """Train on a stream, evaluate every period before it is trained on, and write the run's folder.
 
-    `output_dir` ends with `model/` (the checkpoint that `AutoModel` opens, with the catalog of all items), `index/`
-    (the generations), `run.json`, and the resumable `checkpoint-*`. Set `resume_from_checkpoint` to `"last"` to go on
-    where a run of this folder stopped, or to begin where there is nothing yet; a finished one is left as it is.
+    `output_dir` ends with `model/` (the checkpoint that `AutoModel` and `AutoProcessor` open, with the last generation
+    of the index as `index/` and a card), `index/` (the generations), `run.json`, and the resumable `checkpoint-*`. Set
+    `resume_from_checkpoint` to `"last"` to go on where a run of this folder stopped, or to begin where there is nothing
+    yet; a finished one is left as it is.
 
     Args:
         args ([`GearTrainingArguments`]): All options.
@@ -64,13 +68,18 @@ def train_gear(args: GearTrainingArguments) -> dict[str, dict[str, float]]:
             read_rows(args.results_file)  # what could not be added to is refused before a long run
         trainer = make_trainer(args, checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        trainer.publisher.publish(model, trainer.stream.log.num_known(_last_period(trainer)), trainer.frozen_codes)
+        model, log = trainer.accelerator.unwrap_model(trainer.model), trainer.stream.log
+        num_items = log.num_known(_last_period(trainer))
+        trainer.publisher.publish(model, num_items, trainer.frozen_codes)
         if not trainer.is_world_process_zero():
             return {}
-        model.save_pretrained(folder / "model")
+        embedder = args.embedding_model if args.embeddings is None else None
+        processor = make_processor(log, model.config, num_items, embedder)
+        save_gear(folder / "model", model, processor, trainer.publisher.folder)
         rows = _make_rows(args, options, trainer)
         rows[0] |= {"wall_s": round(time.time() - started), "resumed": checkpoint is not None}
+        if not write_model_card(folder / "model", rows):
+            print(f"{folder / 'model' / CARD} was edited: it stays as it is.", flush=True)
         finished = {"options": options, "metrics": {row["system"]: row["metrics"] for row in rows}, "rows": rows}
         write_json(folder / RUN_FILE, finished)
     if args.results_file and args.process_index == 0:
@@ -140,8 +149,8 @@ def make_config(args: GearTrainingArguments, log: EventLog) -> GearConfig:
     return GearConfig(
         content_size=log.content.shape[1],
         content_scale=CONTENT_RMS / float(np.sqrt(np.square(log.content, dtype=np.float64).mean())),
-        item_features=log.item_features,
-        user_features=log.user_features,
+        item_features=[feature.entry for feature in log.item_features],
+        user_features=[feature.entry for feature in log.user_features],
         behaviors=[
             {"name": name, "length": length} for name, length in zip(log.behaviors, args.history_lengths, strict=True)
         ],
@@ -243,6 +252,8 @@ def _make_rows(args: GearTrainingArguments, options: dict, trainer: GearTrainer)
                 "seed": args.seed,
                 "steps": trainer.state.global_step,
                 "num_parameters": trainer.model.num_parameters(),
+                "parameters": count_parameters(trainer.accelerator.unwrap_model(trainer.model)),
+                "data": trainer.stream.log.summary(),
                 "config": options,
                 "command": shlex.join(["python", *sys.argv]),
             }

@@ -55,8 +55,8 @@ class GearTrainingArguments(TrainingArguments):
     history_lengths: list[int] = option([60, 30], "Items of every behaviour's sequence that are read, the latest.")
     num_positives: int = option(8, "Candidates of a request with an event, at most.")
     num_negatives: int = option(2, "Candidates of a request that were shown without an event, at most.")
-    num_popular: int = option(6, "Candidates of a request that were popular at the time, without an event.")
-    num_same_sid: int = option(4, "Candidates of a request that share the SID of one with an event, at most.")
+    num_popular: int = option(4, "Candidates of a request that were popular at the time, without an event.")
+    num_same_sid: int = option(8, "Candidates of a request that share the SID of one with an event, at most.")
     min_grade: int = option(1, "Lowest grade of a candidate that the generator learns to spell; 0 for all shown.")
 
     codebook_sizes: list[int] = option([128, 64, 32], "Codes per SID level.")
@@ -73,7 +73,7 @@ class GearTrainingArguments(TrainingArguments):
     gain: str = option("linear", "What a label is worth in the ranking losses: `linear` or `exp2`.")
     loss_weights: list[float] = option([1.0, 1.0, 10.0, 1.0], "Weights of L_LTR, L_RQ, L_Gen and L_Rerank.")
 
-    ltr_steps: int = option(200, "Steps of the first stage, which trains the two towers alone.")
+    ltr_steps: int = option(100, "Steps of the first stage, which trains the two towers alone.")
     rq_steps: int = option(50, "Steps of the second stage, which trains the quantizer with them.")
     reranker: bool = option(True, "Train the reranking head and rank by it; else colliding items are cut at random.")
     weighted: bool = option(True, "Weigh the generator's loss by the business value.")
@@ -90,7 +90,10 @@ class GearTrainingArguments(TrainingArguments):
 
     output_dir: str | None = option("runs/gear/run", "Folder of the run.")
     learning_rate: float = option(3e-3, "Learning rate.")
-    tower_rate: float = option(0.01, "Factor of the learning rate of towers and quantizer: SIDs should not run away.")
+    tower_rate: float = option(
+        0.002, "Factor of the learning rate of the layers whose hidden states are quantised: SIDs should not run away."
+    )
+    quantizer_rate: float = option(0.05, "Factor of that of the quantizer and of the embeddings of items' features.")
     max_grad_norm: float = option(
         100.0, "Longest gradient; the generator's is long, and a low limit would leave the others little."
     )
@@ -118,8 +121,9 @@ class GearTrainingArguments(TrainingArguments):
         for name, allowed in (("quantizer_method", QUANTIZERS), ("gain", GAINS), ("precision", PRECISIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        if not 0 <= self.tower_rate < float("inf"):
-            raise ValueError(f"`tower_rate` must be finite and not negative, got {self.tower_rate}.")
+        for name in ("tower_rate", "quantizer_rate"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"`{name}` must be finite and not negative, got {getattr(self, name)}.")
         self._check_lists()
         self._check_stream()
         if self.system is None:

@@ -11,9 +11,10 @@ import torch
 from ..data.gear_batches import GearCollator
 from ..items.generations import IndexWriter, open_index
 from ..items.index import ItemIndex
+from ..models.configuration_gear import GearConfig
 from ..models.modeling_gear import GearForSIDRetrieval
 
-MODEL_ID = "gear"
+MODEL_ID = GearConfig.model_type
 
 
 @dataclass(frozen=True, eq=False)

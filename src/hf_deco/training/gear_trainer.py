@@ -17,8 +17,6 @@ from .results import write_json
 
 STREAM_FILE, FROZEN_FILE = "stream.json", "frozen_sids.npy"
 LOSSES = ("ltr", "rq", "gen", "rerank")
-# What makes vectors and SIDs, but for the embeddings of categories: a step moves few of their rows.
-TOWERS = ("item_tower", "user_tower", "quantizer")
 
 
 class ScheduleCallback(TrainerCallback):
@@ -115,19 +113,28 @@ class GearTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_optimizer(self, model=None):
-        """The parent's optimizer; what makes vectors and SIDs has groups of its own, of a learning rate of its own."""
+        """The parent's optimizer; what makes SIDs has groups of its own, of learning rates of its own."""
         if self.optimizer is not None:
             return self.optimizer
-        optimizer = super().create_optimizer(model)
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        towers = {id(weight) for part in TOWERS for weight in getattr(unwrapped, part).parameters()}
+        optimizer, rates = super().create_optimizer(model), self._sid_rates()
         groups = []
         for group in optimizer.param_groups:
-            for rate, in_towers in ((1.0, False), (self.args.tower_rate, True)):
-                weights = [weight for weight in group["params"] if (id(weight) in towers) == in_towers]
-                groups += [group | {"params": weights, "lr": rate * group["lr"]}] if weights else []
+            for rate in sorted({rates.get(id(weight), 1.0) for weight in group["params"]}):
+                weights = [weight for weight in group["params"] if rates.get(id(weight), 1.0) == rate]
+                groups.append(group | {"params": weights, "lr": rate * group["lr"]})
         optimizer.param_groups[:] = groups
         return optimizer
+
+    def _sid_rates(self) -> dict[int, float]:
+        """Factor of the learning rate of every parameter, by its `id`, that makes SIDs.
+
+        Adam moves a row of an embedding table by some 30 learning rates whenever it has a gradient, however small, so
+        rare rows would carry items from SID to SID: tables are held back with the quantizer.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        slow = [*model.item_features.parameters(), *model.quantizer.parameters()]
+        rates = {id(weight): self.args.quantizer_rate for weight in slow}
+        return rates | {id(weight): self.args.tower_rate for weight in model.item_tower.hidden_parameters()}
 
     def get_decay_parameter_names(self, model) -> list[str]:
         """The parent's, without those that weight decay would harm."""
