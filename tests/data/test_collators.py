@@ -85,6 +85,19 @@ def test_training_batch_shifts_labels_by_one_and_pads_on_the_left():
     )
 
 
+def test_rows_of_the_catalog_stand_beside_the_windows_that_they_are_of():
+    """The row of the item after column `t` is in column `t + 1`. Item 3 is outside the catalog, item 4 its first."""
+    collate = SIDCollator(CODES, np.array([1, 2, 3, -1, 0]))
+    sequences = build([0, 1, 2, 3], [4, 2], [1])
+    batch = collate([{"items": sequences[index]} for index in range(3)])
+    rows = batch.pop("target_rows")
+    assert rows.tolist() == [[1, 2, 3, -1], [-1, -1, 0, 3], [-1, -1, -1, 2]]
+    plain = SIDCollator(CODES)([{"items": sequences[index]} for index in range(3)])
+    assert_batch(batch, {name: values.tolist() for name, values in plain.items()})
+    assert collate([{"items": sequences[2]}])["target_rows"].tolist() == [[-1, 2]]
+    assert "target_rows" not in collate([{"items": sequences[0], "target": 1}])
+
+
 def test_held_out_batch_carries_whole_histories_and_targets():
     dataset = ExampleDataset(Examples(build([3, 1], [], [2]), np.array([4, 0, 1]), np.arange(3)))
     batch = SIDCollator(CODES)([dataset[index] for index in range(3)])

@@ -68,6 +68,8 @@ def test_configuration_survives_json(tmp_path, codebook_size):
         normalize_over="vocabulary",
         dropout=0,
         decoder_dropout=0.25,
+        content_size=17,
+        rerank_size=19,
         num_items=11,
         initializer_range=0.5,
     )
@@ -78,7 +80,8 @@ def test_configuration_survives_json(tmp_path, codebook_size):
     assert other.codebook_sizes == config.codebook_sizes == ((16,) * 3 if codebook_size == 16 else (16, 8, 4))
     for name in (
         "num_codebooks", "num_concepts", "code_embedding_size", "max_history_length", "normalize_over", "dropout",
-        "decoder_dropout", "num_items", "initializer_range", "history_format", "copy_pointer",
+        "decoder_dropout", "num_items", "initializer_range", "history_format", "copy_pointer", "content_size",
+        "rerank_size",
     ):  # fmt: skip
         assert getattr(other, name) == getattr(config, name), name
     assert json.loads(other.to_json_string()) == json.loads(config.to_json_string())
@@ -104,6 +107,8 @@ def test_configuration_survives_json(tmp_path, codebook_size):
         ({"dropout": 1.0}, r"`dropout` must lie in \[0, 1\), got 1.0"),
         ({"dropout": -0.1}, r"`dropout` must lie in \[0, 1\), got -0.1"),
         ({"decoder_dropout": 1}, r"`decoder_dropout` must lie in \[0, 1\), got 1"),
+        ({"content_size": -1}, "`content_size` must not be negative, got -1"),
+        ({"rerank_size": 0}, "`rerank_size` must be at least 1, got 0"),
         ({"num_items": -1}, "`num_items` must not be negative, got -1"),
         ({"num_codebooks": "4"}, "num_codebooks"),
         ({"codebook_size": 8.5}, "codebook_size"),
@@ -114,7 +119,7 @@ def test_configuration_survives_json(tmp_path, codebook_size):
 def test_values_that_make_no_model_are_refused(arguments, message):
     with pytest.raises(StrictDataclassError, match=message):
         DecoConfig(**arguments)
-    if not arguments.keys() & {"num_concepts", "decoder_dropout"}:
+    if not arguments.keys() & {"num_concepts", "decoder_dropout", "content_size", "rerank_size"}:
         with pytest.raises(StrictDataclassError, match=message):
             BackboneConfig(**arguments)
 

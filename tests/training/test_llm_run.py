@@ -243,6 +243,7 @@ def test_another_catalog_is_not_started_from(llm_options, finished, tmp_path):
         ({"search_in": "backbone"}, "`search_in` is 'backbone', but in grounding a light decoder writes the SIDs"),
         ({"decoder_input": "item_states_prefix"}, "`decoder_input` is 'item_states_prefix', but a text gives"),
         ({"teacher": "t", "init_from_teacher": True}, "`init_from_teacher` is for scratch backbones"),
+        ({"reranker": True, "collisions": "keep"}, "`reranker` is for scratch backbones"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_once(changes, message):

@@ -298,6 +298,68 @@ def test_a_pointer_reports_its_gate(options, tmp_path):
     assert AutoModel.from_pretrained(tmp_path / "decoder/model").config.copy_pointer
 
 
+KEPT = {"codebook_sizes": [6, 4], "collisions": "keep"}  # 40 items on at most 24 SIDs
+
+
+def test_a_reranker_learns_which_item_of_a_sid_comes_next(options, tmp_path):
+    """Neighbours share SIDs. It beats the first item of every SID, and a choice that is the same for all items."""
+    metrics = {}
+    for name, reranker in (("first", False), ("ranked", True)):
+        chosen = options | KEPT | {"reranker": reranker, "num_train_epochs": 12, "output_dir": str(tmp_path / name)}
+        metrics[name] = train(DecoTrainingArguments(**chosen))["deco_ce"]
+    assert metrics["ranked"]["recall@20"] > metrics["first"]["recall@20"] + 0.1
+    model = AutoModel.from_pretrained(tmp_path / "ranked/model")
+    processor = AutoProcessor.from_pretrained(tmp_path / "ranked/model")
+    embeddings = torch.from_numpy(np.load(options["embeddings"]))
+    rows = [int(item[1:]) for item in processor.item_ids[: processor.num_items]]
+    assert torch.equal(model.catalog_content, embeddings[rows])
+    output = model.generate(**processor([["i3", "i10"]]), num_beams=40, return_dict_in_generate=True)
+    assert len(set(output.item_rows.tolist())) == 10 and model.trie.num_leaves < 24
+    args = DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "again")}))
+    assert evaluate(args, tmp_path / "ranked/model")["deco_ce"] == pytest.approx(metrics["ranked"], abs=1e-6)
+    shutil.copytree(tmp_path / "ranked/model", tmp_path / "blind")
+    model.reranker.item_proj.weight.data.zero_()
+    model.save_pretrained(tmp_path / "blind")
+    blind = evaluate(args, tmp_path / "blind")["deco_ce"]
+    assert metrics["ranked"]["ndcg@10"] > blind["ndcg@10"] + 0.02
+    card = (tmp_path / "ranked/model/README.md").read_text()
+    assert "told apart by a reranking head" in card and "processor.item_ids[row] for row in output.item_rows" in card
+    assert "reranking head" not in (tmp_path / "first/model/README.md").read_text()
+
+
+def test_a_resumed_run_with_a_reranker_ends_with_the_weights_of_an_uninterrupted_one(options, tmp_path):
+    chosen = options | KEPT | STEPWISE | {"reranker": True, "max_steps": 4, "load_best_model_at_end": False}
+    train(DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "whole")})))
+    shutil.copytree(tmp_path / "whole/checkpoint-2", tmp_path / "resumed/checkpoint-2")
+    shutil.copytree(tmp_path / "whole/sids", tmp_path / "resumed/sids")
+    train(
+        DecoTrainingArguments(**(chosen | {"output_dir": str(tmp_path / "resumed"), "resume_from_checkpoint": "last"}))
+    )
+    whole, resumed = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole) and "catalog_content" in whole
+
+
+def test_a_table_without_shared_sids_leaves_a_reranker_nothing_to_learn(finished, options, tmp_path):
+    folder, _, _ = finished
+    changes = {"sids": str(folder / "run/sids"), "reranker": True, "embeddings": None}
+    with pytest.raises(ValueError, match="in the SID table every item has its own"):
+        train(_broken(options, tmp_path, **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_from_before_an_option_was_there_is_still_finished(finished, tmp_path):
+    folder, chosen, metrics = finished
+    shutil.copytree(folder / "run", tmp_path / "run")
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    for name in ("reranker", "collisions"):
+        del run["options"][name]
+    (tmp_path / "run/run.json").write_text(json.dumps(run))
+    again = chosen | {"output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "last"}
+    assert train(DecoTrainingArguments(**again)) == metrics
+    with pytest.raises(ValueError, match=r"another `collisions` \('resolve', not 'keep'\)"):
+        train(DecoTrainingArguments(**(again | {"collisions": "keep"})))
+
+
 def _broken(options, tmp_path, **changes):
     return DecoTrainingArguments(**(options | {"output_dir": str(tmp_path / "run")} | changes))
 
@@ -322,6 +384,7 @@ def test_bad_input_is_refused_before_anything_is_written(options, tmp_path):
         ({"embeddings": str(tmp_path / "absent.npy")}, "`embeddings` is .*, and there is no such file"),
         ({"codebook_sizes": [64, 8], "embeddings": None}, r"`codebook_sizes` \[64, 8\] do not suit 40 items"),
         ({"codebook_sizes": [3, 3], "embeddings": None}, r"`codebook_sizes` \[3, 3\] do not suit 40 items"),
+        ({"codebook_sizes": [64, 8], "embeddings": None, "collisions": "keep"}, r"\[64, 8\] do not suit 40 items"),
         ({"sids": str(tmp_path / "nowhere"), "embeddings": None}, "nowhere"),
         ({"dropout": 1.5, "embeddings": None}, "`dropout` must lie in"),
         ({"num_concepts": 0, "embeddings": None}, "`num_concepts` must be at least 1"),
@@ -347,6 +410,10 @@ def test_bad_input_is_refused_before_anything_is_written(options, tmp_path):
         ({"validation_beams": 5}, "`validation_beams` must be at least 10"),
         ({"decoder_width": 100}, "`decoder_width` must be a positive multiple of 64"),
         ({"normalize_over": "all"}, "`normalize_over` must be one of"),
+        ({"collisions": "drop"}, "`collisions` must be one of resolve, keep, got 'drop'"),
+        ({"reranker": True}, "`reranker` tells items of one SID apart, but `collisions` is 'resolve'"),
+        ({"reranker": True, **KEPT, "search_in": "backbone"}, "`reranker` reads on in the light decoder"),
+        ({"reranker": True, **KEPT, "teacher": "runs/teacher"}, "`reranker` learns beside cross-entropy alone"),
         ({"cutoffs": [0, 20]}, r"`cutoffs` must be a list of positive integers, got \[0, 20\]"),
         ({"cutoffs": []}, "`cutoffs` must be a list of positive integers"),
         ({"cutoffs": 10}, "`cutoffs` must be a list of positive integers, got 10"),

@@ -68,10 +68,13 @@ class SIDCollator:
 
     Args:
         codes (array of shape `(N, K)`): SID of every item index.
+        catalog_rows (array of shape `(N,)`, *optional*): Row in the model's catalog of every item index, -1 outside it;
+            for models that tell items of one SID apart.
     """
 
-    def __init__(self, codes: np.ndarray):
+    def __init__(self, codes: np.ndarray, catalog_rows: np.ndarray | None = None):
         self.codes = torch.as_tensor(np.asarray(codes)).long()
+        self.catalog_rows = None if catalog_rows is None else torch.as_tensor(np.asarray(catalog_rows)).long()
 
     def __call__(self, features: list[dict]) -> dict[str, torch.Tensor]:
         """Collate.
@@ -79,30 +82,35 @@ class SIDCollator:
         Returns:
             `item_codes (B, T, K)`, `attention_mask (B, T)`, `labels (B, T, K)` with -100 at padding, and `from_start
             (B,)`, whether a sequence begins with its user's first item; for examples with a target, `target_items (B,)`
-            in place of the last two.
+            in place of the last two. With `catalog_rows` a training batch has `target_rows (B, T + 1)` too, those of
+            all its items, -1 at padding.
         """
         sequences = [torch.as_tensor(np.ascontiguousarray(feature["items"])).long() for feature in features]
         if "target" in features[0]:
-            item_codes, mask = self._pad(sequences)
+            rows, mask = self._pad(sequences, 1)
             return {
-                "item_codes": item_codes,
+                "item_codes": self.codes[rows] * mask.unsqueeze(-1),
                 "attention_mask": mask,
                 "target_items": torch.tensor([feature["target"] for feature in features]),
             }
-        item_codes, mask = self._pad([items[:-1] for items in sequences])
-        labels, _ = self._pad([items[1:] for items in sequences])
-        return {
-            "item_codes": item_codes,
+        rows, there = self._pad(sequences, 2)
+        mask = there[:, :-1]
+        batch = {
+            "item_codes": self.codes[rows[:, :-1]] * mask.unsqueeze(-1),
             "attention_mask": mask,
-            "labels": labels.masked_fill(mask.unsqueeze(-1) == 0, -100),
+            "labels": self.codes[rows[:, 1:]].masked_fill(mask.unsqueeze(-1) == 0, -100),
             "from_start": torch.tensor([feature.get("from_start", True) for feature in features]),
         }
+        if self.catalog_rows is not None:
+            batch["target_rows"] = self.catalog_rows[rows].masked_fill(there == 0, -1)
+        return batch
 
-    def _pad(self, sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(1, max(len(items) for items in sequences))
+    def _pad(self, sequences: list[torch.Tensor], least: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Item indices and mask, `(B, W)` each, `W` no less than `least`."""
+        width = max(least, max(len(items) for items in sequences))
         rows = torch.zeros((len(sequences), width), dtype=torch.long)
         mask = torch.zeros((len(sequences), width), dtype=torch.long)
         for row, items in enumerate(sequences):
             if len(items):
                 rows[row, -len(items) :], mask[row, -len(items) :] = items, 1
-        return self.codes[rows] * mask.unsqueeze(-1), mask
+        return rows, mask

@@ -169,6 +169,11 @@ class DecoConfig(SIDRetrievalConfig):
             flat history.
         decoder_dropout (`float`, *optional*, defaults to 0.0):
             Dropout on the residual branches of the light decoder.
+        content_size (`int`, *optional*, defaults to 0):
+            Width of the items' content embeddings, by which a reranking head tells items of one SID apart. 0 for no
+            head: of items that share a SID only the first can be retrieved.
+        rerank_size (`int`, *optional*, defaults to 96):
+            Width of the vectors that the head multiplies.
 
     Example:
         ```python
@@ -190,6 +195,8 @@ class DecoConfig(SIDRetrievalConfig):
     num_concepts: int = 2
     decoder_input: str = "last_state"
     decoder_dropout: float | int = 0.0
+    content_size: int = 0
+    rerank_size: int = 96
 
     @property
     def output_width(self) -> int:
@@ -207,6 +214,10 @@ class DecoConfig(SIDRetrievalConfig):
             raise ValueError(f"`num_concepts` must be at least 1, got {self.num_concepts}.")
         if not 0 <= self.decoder_dropout < 1:
             raise ValueError(f"`decoder_dropout` must lie in [0, 1), got {self.decoder_dropout}.")
+        if self.content_size < 0:
+            raise ValueError(f"`content_size` must not be negative, got {self.content_size}.")
+        if self.rerank_size < 1:
+            raise ValueError(f"`rerank_size` must be at least 1, got {self.rerank_size}.")
 
 
 @strict

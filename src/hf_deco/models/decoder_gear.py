@@ -7,7 +7,8 @@ from torch import nn
 from .attention_sid import SharedHistory
 from .beam_search_sid import PrefixStates
 from .configuration_gear import GearConfig
-from .memory_gear import FeedForward, GearMemory
+from .feed_forward_sid import FeedForward
+from .memory_gear import GearMemory
 
 
 class MemoryView:

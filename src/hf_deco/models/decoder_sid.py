@@ -61,7 +61,8 @@ class CodeDecoder(nn.Module):
         width, sizes = config.decoder_config.hidden_size, config.codebook_sizes
         self.transformer = make_transformer(config.decoder_config)
         tied = config.tie_code_tables
-        self.tables = None if tied else nn.ModuleList(nn.Embedding(size, width) for size in sizes[:-1])
+        read = sizes if config.content_size else sizes[:-1]  # only a reranker reads the last code
+        self.tables = None if tied else nn.ModuleList(nn.Embedding(size, width) for size in read)
         self.heads = nn.ModuleList(nn.Linear(width, size, bias=False) for size in sizes)
         add_residual_dropout(self.transformer, config.decoder_dropout)
         self.cross_layers, self._context = None, None
@@ -95,7 +96,8 @@ class CodeDecoder(nn.Module):
 
         Args:
             context ([`DecoderContext`]): What is known of `R` histories.
-            codes (`torch.LongTensor` of shape `(R, L)`): First codes of the SIDs, `L < K`.
+            codes (`torch.LongTensor` of shape `(R, L)`): First codes of the SIDs, `L < K`; all `K` in models with a
+                reranking head.
 
         Returns:
             `torch.Tensor` of shape `(R, L + 1, w)`: state after `0 .. L` codes.
@@ -104,7 +106,9 @@ class CodeDecoder(nn.Module):
         tokens = torch.cat([context.tokens, torch.stack(prefix, 1)], 1) if prefix else context.tokens
         return self.read(context, tokens, use_cache=False)[:, context.tokens.shape[1] - 1 :]
 
-    def target_states(self, context: DecoderContext, targets: Targets) -> list[tuple[torch.LongTensor, torch.Tensor]]:
+    def target_states(
+        self, context: DecoderContext, targets: Targets, whole: torch.BoolTensor | None = None
+    ) -> list[tuple[torch.LongTensor, torch.Tensor]]:
         """States of the gold prefixes, for every level the rows that have to be scored there and their states.
 
         A target is read only as far as its last branching level: what comes behind is forced.
@@ -112,19 +116,23 @@ class CodeDecoder(nn.Module):
         Args:
             context ([`DecoderContext`]): What is known of the history before each of the `R` targets.
             targets ([`Targets`]): Where their SIDs pass the trie.
+            whole (`torch.BoolTensor` of shape `(R,)`, *optional*): Targets that are read to their end, for the state
+                behind the whole SID. It stands at one more level.
         """
-        num_codebooks = targets.codes.shape[1]
-        sizes = torch.bincount(targets.depth, minlength=num_codebooks + 1).tolist()
+        scored = targets.branching if whole is None else torch.cat([targets.branching, whole.unsqueeze(1)], 1)
+        num_levels = scored.shape[1]
+        depths = (scored * torch.arange(1, num_levels + 1, device=scored.device)).amax(1)
+        sizes = torch.bincount(depths, minlength=num_levels + 1).tolist()
         pieces = []  # (rows, states) by depth
-        for depth, rows in enumerate(targets.depth.argsort(stable=True).split(sizes)):
+        for depth, rows in enumerate(depths.argsort(stable=True).split(sizes)):
             if depth and rows.numel():
                 pieces.append((rows, self(context.select(rows), targets.codes[rows, : depth - 1])))
         levels = []
-        for level in range(num_codebooks):
-            rows, states = [targets.at(level)[:0]], [context.tokens[:0, 0]]
+        for level in range(num_levels):
+            rows, states = [depths.new_zeros(0)], [context.tokens[:0, 0]]
             for piece_rows, piece_states in pieces:
                 if piece_states.shape[1] > level:
-                    chosen = targets.branching[piece_rows, level]
+                    chosen = scored[piece_rows, level]
                     rows.append(piece_rows[chosen])
                     states.append(piece_states[chosen, level])
             rows, states = torch.cat(rows), torch.cat(states)

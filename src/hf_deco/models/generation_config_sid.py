@@ -99,9 +99,10 @@ class SIDGenerationOutput(ModelOutput):
     Args:
         sequences (`torch.LongTensor` of shape `(batch_size * R, K)`): SIDs; a user with fewer reachable items than `R`
             has rows of -1 at the end.
-        sequences_scores (`torch.FloatTensor` of shape `(batch_size * R,)`): Log-probabilities, `-inf` for rows of -1.
+        sequences_scores (`torch.FloatTensor` of shape `(batch_size * R,)`): Log-probabilities of SIDs, or of items
+            where these were ranked; `-inf` for rows of -1.
         item_rows (`torch.LongTensor` of shape `(batch_size * R,)`): Catalog row of every SID, its first item where
-            several share it, -1 for rows of -1.
+            several share it and no reranking head ranked them, -1 for rows of -1.
         gates (`torch.FloatTensor` of shape `(batch_size,)`, *optional*): Probability of copying, of models with a copy
             pointer.
     """

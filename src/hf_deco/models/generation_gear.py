@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .beam_search_sid import Beams, BeamSearch, ranks
+from .beam_search_sid import Beams, BeamSearch
 from .decoder_gear import GearScorer
 from .filters_sid import ItemFilter, ItemSet
 from .generation_config_sid import SIDGenerationConfig, SIDGenerationOutput
-from .generation_sid import SIDGenerationMixin, collect_results
+from .generation_sid import SIDGenerationMixin, collect_results, read_on
 from .memory_gear import GearMemory
+from .selection_sid import ranks
 
 # Beam widths of all levels but the last, and of the last.
 NUM_BEAMS, NUM_LAST_BEAMS = 256, 512
@@ -103,9 +104,8 @@ class GearGenerationMixin(SIDGenerationMixin):
         places = ranks(beams.users, search.num_users)
         kept = places < number
         vectors = self._no_vectors(search.num_users * number)
-        level = self.config.num_codebooks - 1
-        states = search.scorer.advance(search.states, beams.state_rows[kept], beams.codes[kept, level], level)
-        vectors[beams.users[kept] * number + places[kept]] = self.decoder.rerank_head(states.hidden).float()
+        found = self.decoder.rerank_head(read_on(search, beams, kept)).float()
+        vectors[beams.users[kept] * number + places[kept]] = found
         return vectors
 
     def _no_vectors(self, rows: int) -> torch.Tensor:

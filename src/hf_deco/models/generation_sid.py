@@ -1,14 +1,17 @@
 """`generate` of the models: a beam search over a catalog, and the same constraint for stock transformers."""
 
+from dataclasses import replace
+
 import torch
 from transformers import LogitsProcessor
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from .beam_search_sid import Beams, BeamSearch, ranks
+from .beam_search_sid import Beams, BeamSearch
 from .filters_sid import ItemFilter, ItemSet
 from .generation_config_sid import SIDGenerationConfig, SIDGenerationOutput
 from .pointer_sid import CopyState
-from .trie import SIDTrie
+from .selection_sid import ranks, top_per_user
+from .trie import SIDTrie, spread_ranges
 
 FILLER = -1  # code and item row of a returned sequence that does not exist
 
@@ -17,8 +20,9 @@ class SIDGenerationMixin:
     """Gives a model that carries a catalog its `generate`.
 
     The model supplies `config` (with `num_codebooks` and `normalize_over`), `device`, `trie`,
-    `_check_inputs(item_codes, attention_mask) -> mask` and
-    `_start_search(item_codes, attention_mask, concepts, copies) -> (SIDScorer, BeamCopies | None)`.
+    `_check_inputs(item_codes, attention_mask) -> mask`,
+    `_start_search(item_codes, attention_mask, concepts, copies) -> (SIDScorer, BeamCopies | None)` and `reranker`;
+    where that is not None, also `_log_choices(search, beams) -> (C,)`.
     """
 
     @torch.no_grad()
@@ -30,6 +34,7 @@ class SIDGenerationMixin:
         copies: CopyState | None = None,
         allow_rows: ItemSet | torch.LongTensor | list | None = None,
         deny_rows: ItemSet | torch.LongTensor | list | None = None,
+        rerank: bool | None = None,
         generation_config: SIDGenerationConfig | None = None,
         **kwargs,
     ) -> torch.LongTensor | SIDGenerationOutput:
@@ -52,6 +57,10 @@ class SIDGenerationMixin:
                 a flat list for all users, or a list for each (a tensor `(B, L)` is padded with -1).
             deny_rows (`list`, `torch.LongTensor` or [`ItemSet`], *optional*): Catalog rows that may not, in the same
                 forms; or a list of several [`ItemSet`].
+            rerank (`bool`, *optional*): Whether items are ranked, by `log p(item)`, instead of SIDs: a SID then comes
+                once for each of its items that is among the best, and `item_rows` tell which. All items of all SIDs
+                that the search ends with compete. By default True of a model with a reranking head, else False: a SID
+                comes once, with the first of its items in the catalog.
             generation_config ([`SIDGenerationConfig`], *optional*): Options; the checkpoint's own by default.
             kwargs: Any option of [`SIDGenerationConfig`], over both.
 
@@ -61,7 +70,8 @@ class SIDGenerationMixin:
 
         Raises:
             ValueError: For an unknown argument, more returned sequences than beams, a model without a catalog, neither
-                or both of histories and concepts, or rows that are not of the catalog or of other users.
+                or both of histories and concepts, rows that are not of the catalog or of other users, or items to be
+                ranked by a model without a reranking head.
         """
         options = self._prepare_generation_config(generation_config, **kwargs)
         num_beams, num_return_sequences = options.resolve(self.config.num_codebooks)
@@ -69,6 +79,9 @@ class SIDGenerationMixin:
             raise ValueError("Give `generate` either `item_codes` (with their `attention_mask`) or stored `concepts`.")
         if copies is not None and concepts is None:
             raise ValueError("`copies` go with stored `concepts`; from `item_codes` the search makes its own.")
+        if rerank and self.reranker is None:
+            raise ValueError("`rerank` is set, but the model has no reranking head: it ranks SIDs alone.")
+        rerank = self.reranker is not None if rerank is None else rerank
         trie, device, seen = self.trie, self.device, None
         item_codes, attention_mask, concepts = (
             None if tensor is None else tensor.to(device) for tensor in (item_codes, attention_mask, concepts)
@@ -76,16 +89,22 @@ class SIDGenerationMixin:
         copies = None if copies is None else CopyState(**{name: state.to(device) for name, state in copies.items()})
         if options.exclude_seen:
             seen = self._seen_codes(item_codes, attention_mask)
-        num_users, pointer = (item_codes if concepts is None else concepts).shape[0], None
+        num_users, pointer, item_rows = (item_codes if concepts is None else concepts).shape[0], None, None
         item_filter = ItemFilter.build(trie, num_users, allow_rows, deny_rows, seen)
         if num_users:
             scorer, pointer = self._start_search(item_codes, attention_mask, concepts, copies)
-            skip, over = options.skip_forced_levels is not False, self.config.normalize_over
-            search = BeamSearch(scorer, trie, num_beams, num_return_sequences, over, skip, pointer, item_filter)
+            # What tells items apart is read on from the state of every beam, so none may be spared its states.
+            skip, over = options.skip_forced_levels is not False and not rerank, self.config.normalize_over
+            # An item of a less likely SID can be likelier than all of a better one, if they are many.
+            num_results = num_beams[-1] if rerank else num_return_sequences
+            search = BeamSearch(scorer, trie, num_beams, num_results, over, skip, pointer, item_filter)
             beams = search.run()
+            if rerank:
+                log_choices = self._log_choices(search, beams)
+                beams, item_rows = rank_items(beams, log_choices, trie, num_users, num_return_sequences, item_filter)
         else:
             beams = Beams.none(trie)
-        output = collect_results(beams, trie, num_users, num_return_sequences, item_filter)
+        output = collect_results(beams, trie, num_users, num_return_sequences, item_filter, item_rows)
         output.gates = None if pointer is None else pointer.gate
         return output if options.return_dict_in_generate else output.sequences
 
@@ -132,22 +151,70 @@ class SIDGenerationMixin:
             self.generation_config = SIDGenerationConfig.from_pretrained(pretrained_model_name_or_path, **loading)
 
 
+def read_on(search: BeamSearch, beams: Beams, chosen: torch.Tensor) -> torch.Tensor:
+    """States `(R, w)` behind the whole SIDs of the `chosen` beams: one more step from where a search ended that spared
+    no prefix its state."""
+    level = search.trie.num_codebooks - 1
+    codes, rows = beams.codes[chosen, level], beams.state_rows[chosen]
+    return search.scorer.advance(search.states, rows, codes, level).hidden
+
+
+def rank_items(
+    beams: Beams,
+    log_choices: torch.Tensor,
+    trie: SIDTrie,
+    num_users: int,
+    number: int,
+    item_filter: ItemFilter | None,
+) -> tuple[Beams, torch.LongTensor]:
+    """The best items of every user, from the SIDs that a search found.
+
+    Args:
+        beams ([`Beams`]): SIDs `(R,)`, by user.
+        log_choices (`torch.Tensor` of shape `(C,)`): `log p(item | SID)` of all their items, those of a SID together.
+        trie ([`SIDTrie`]): The catalog.
+        num_users (`int`): Users.
+        number (`int`): Items of a user.
+        item_filter ([`ItemFilter`], *optional*): What users may be given. It takes items out; the others keep their
+            scores.
+
+    Returns:
+        The SID of every item kept, by user and best first, scored by `log p(item)`, and the items' catalog rows.
+    """
+    starts, ends = trie.item_ranges(trie.num_codebooks, beams.nodes)
+    owners, positions = spread_ranges(starts, ends - starts)
+    users, scores = beams.users[owners], beams.scores[owners] + log_choices
+    if item_filter is not None:
+        scores = scores.masked_fill(~item_filter.allows(users, positions), -torch.inf)
+    kept = top_per_user(scores, users, num_users, number)
+    chosen = Beams(*(getattr(beams, name)[owners[kept]] for name in Beams.__dataclass_fields__))
+    return replace(chosen, scores=scores[kept]), trie.item_rows[positions[kept]]
+
+
 def collect_results(
-    beams: Beams, trie: SIDTrie, num_users: int, number: int, item_filter: ItemFilter | None
+    beams: Beams,
+    trie: SIDTrie,
+    num_users: int,
+    number: int,
+    item_filter: ItemFilter | None,
+    item_rows: torch.LongTensor | None = None,
 ) -> SIDGenerationOutput:
-    """Pad every user's beams to `number` rows and flatten."""
+    """Pad every user's beams to `number` rows and flatten; `item_rows` `(R,)` are their items, by default the first of
+    every SID that its user may be given."""
     places = ranks(beams.users, num_users)
     kept = places < number
     slots = beams.users[kept] * number + places[kept]
     sequences = beams.codes.new_full((num_users * number, trie.num_codebooks), FILLER)
     scores = beams.scores.new_full((num_users * number,), -torch.inf)
-    item_rows = beams.codes.new_full((num_users * number,), FILLER)
+    rows = beams.codes.new_full((num_users * number,), FILLER)
     sequences[slots], scores[slots] = beams.codes[kept], beams.scores[kept]
-    if item_filter is None:
-        item_rows[slots] = trie.item_rows[trie.item_offsets[beams.nodes[kept]]]
+    if item_rows is not None:
+        rows[slots] = item_rows[kept]
+    elif item_filter is None:
+        rows[slots] = trie.item_rows[trie.item_offsets[beams.nodes[kept]]]
     else:
-        item_rows[slots] = item_filter.first_rows(beams.users[kept], beams.nodes[kept])
-    return SIDGenerationOutput(sequences=sequences, sequences_scores=scores, item_rows=item_rows)
+        rows[slots] = item_filter.first_rows(beams.users[kept], beams.nodes[kept])
+    return SIDGenerationOutput(sequences=sequences, sequences_scores=scores, item_rows=rows)
 
 
 class TrieLogitsProcessor(LogitsProcessor):

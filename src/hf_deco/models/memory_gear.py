@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_gear import GearConfig
+from .feed_forward_sid import FeedForward
 
 
 @dataclass
@@ -20,18 +21,6 @@ class GearMemory:
 
     states: torch.Tensor
     mask: torch.BoolTensor
-
-
-class FeedForward(nn.Module):
-    """Two layers with SiLU between them."""
-
-    def __init__(self, in_size: int, hidden_size: int, out_size: int):
-        super().__init__()
-        self.up_proj = nn.Linear(in_size, hidden_size)
-        self.down_proj = nn.Linear(hidden_size, out_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.up_proj(x)))
 
 
 class MemoryEncoder(nn.Module):

@@ -3,11 +3,15 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 
+from .beam_search_sid import Beams, BeamSearch
 from .configuration_deco import DecoConfig
 from .decoder_sid import CodeDecoder, DecoderContext
-from .modeling_sid import SIDRetrievalModel, SIDRetrievalOutput
+from .generation_sid import read_on
+from .modeling_sid import SIDRetrievalModel, SIDRetrievalOutput, TargetScores
 from .pointer_sid import BeamCopies, CopyState
+from .reranking_sid import ItemReranker
 from .scorers_sid import DecoderScorer
 from .scoring_sid import Targets
 
@@ -35,6 +39,9 @@ class ConceptHead(nn.Module):
 class DecoForSIDRetrieval(SIDRetrievalModel):
     """Deco: reads a history of items once, and retrieves the next items by a beam search in a light decoder.
 
+    Where items share SIDs, a reranking head (`content_size` of the configuration) reads the SIDs found to their ends
+    and tells their items apart. It needs the content of all items, `catalog_content`, a buffer beside their codes.
+
     Args:
         config ([`DecoConfig`]): Sizes and options.
 
@@ -57,7 +64,46 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         super().__init__(config)
         self.concept_head = ConceptHead(config)
         self.decoder = CodeDecoder(config)
+        if config.content_size:
+            self.reranker = ItemReranker(config)
+            self.register_buffer("catalog_content", torch.zeros(config.num_items, config.content_size))
         self.post_init()
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, DecoForSIDRetrieval) and module.reranker is not None:
+            init.zeros_(module.catalog_content)
+
+    def set_catalog(self, codes: torch.Tensor, content: torch.Tensor | None = None) -> None:
+        """Replace the catalog; weights stay as they are.
+
+        Args:
+            codes (`torch.Tensor` or array of shape `(N, K)`): SID of every item, row `i` for item row `i`.
+            content (`torch.Tensor` or array of shape `(N, content_size)`, *optional*): Content embedding of every item;
+                needed by a model with a reranking head, and by no other.
+
+        Raises:
+            ValueError: If the codes do not fit the model's codebooks, or the content the items. The old catalog then
+                stays.
+        """
+        if self.reranker is None:
+            if content is not None:
+                raise ValueError(
+                    "`content` is what a reranking head reads, and the model has none: set `content_size` of its "
+                    "configuration, or leave it out."
+                )
+            return super().set_catalog(codes)
+        expected = (len(codes), self.config.content_size)
+        content = None if content is None else torch.as_tensor(content)
+        if content is None or content.shape != expected:
+            raise ValueError(
+                f"`content` must hold the embeddings of all items, of shape {expected}, for the reranking head, got "
+                f"{None if content is None else tuple(content.shape)}."
+            )
+        if not content.isfinite().all():
+            raise ValueError("`content` holds NaN or infinite values: embed these items again.")
+        super().set_catalog(codes)
+        self.catalog_content = content.to(self.catalog_content, copy=True)
 
     @property
     def heads(self) -> nn.ModuleList:
@@ -90,10 +136,73 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         """Concepts `(B, M, w)` of whole histories."""
         return self.encode(item_codes, attention_mask).concepts
 
+    def forward(
+        self,
+        item_codes: torch.LongTensor,
+        attention_mask: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        from_start: torch.BoolTensor | None = None,
+        return_target_scores: bool = False,
+        target_rows: torch.LongTensor | None = None,
+    ) -> SIDRetrievalOutput:
+        """Serving state of histories or, given targets, the dense training loss; see [`SIDRetrievalModel.forward`].
+
+        A reranking head adds its own loss: within the SID of every target, the target is told from the other items.
+
+        Args:
+            item_codes, attention_mask, labels, from_start, return_target_scores: As there.
+            target_rows (`torch.LongTensor` of shape `(B, T + 1)`, *optional*): Catalog rows of the targets, for a
+                reranking head: in column `t + 1` that of the item after position `t`, in the column of a sequence's
+                first item that item's. Other entries do not count.
+        """
+        if labels is None or self.reranker is None:
+            return super().forward(item_codes, attention_mask, labels, from_start, return_target_scores)
+        scores = self.score_targets(item_codes, attention_mask, labels, from_start)
+        rerank_loss = self._rerank_loss(scores, target_rows, labels)
+        return SIDRetrievalOutput(
+            loss=rerank_loss - scores.log_likelihood().mean(),
+            rerank_loss=rerank_loss,
+            target_scores=scores if return_target_scores else None,
+        )
+
+    def _rerank_loss(self, scores: TargetScores, target_rows, labels: torch.LongTensor) -> torch.Tensor:
+        """Loss of the head over the targets that share their SIDs, after the rows are checked."""
+        targets, expected = scores.targets, (labels.shape[0], labels.shape[1] + 1)
+        if target_rows is None or target_rows.shape != expected:
+            raise ValueError(
+                f"`target_rows` must hold catalog rows of the targets, of shape {expected}, for the reranking head, "
+                f"got {None if target_rows is None else tuple(target_rows.shape)}."
+            )
+        bought = target_rows[targets.users, targets.positions + 1]
+        known = (bought >= 0) & (bought < self.config.num_items)
+        same = (self.catalog_codes[bought.where(known, 0)] == targets.codes).all(1)
+        if not (known & same).all():
+            raise ValueError(
+                f"`target_rows` name other items than the targets in {int((~(known & same)).sum())} places: their rows "
+                "of the catalog must have the SIDs of `labels`, and of first items those of `item_codes`."
+            )
+        rows, states = scores.shared
+        leaves = targets.paths[rows, -1]
+        return self.reranker.loss(states, leaves, bought[rows], self.trie, self.catalog_content)
+
     def _states_of_targets(self, item_codes, mask: torch.BoolTensor, targets: Targets):
-        token_states = self._read(item_codes, mask)
+        token_states, shared = self._read(item_codes, mask), None
         context = self._context(token_states, mask, targets.users, targets.positions)
-        return self._item_states(token_states), self.decoder.target_states(context, targets)
+        if self.reranker is not None:
+            starts, ends = self.trie.item_ranges(self.config.num_codebooks, targets.paths[:, -1])
+            shared = ends - starts > 1
+        return self._item_states(token_states), self.decoder.target_states(context, targets, shared)
+
+    def _log_choices(self, search: BeamSearch, beams: Beams) -> torch.Tensor:
+        """`log p(item | SID)` of all items of the beams' SIDs, `(C,)`: 0 of items that are alone."""
+        starts, ends = self.trie.item_ranges(self.config.num_codebooks, beams.nodes)
+        counts = ends - starts
+        log_choices, shared = beams.scores.new_zeros(int(counts.sum())), (counts > 1).nonzero().squeeze(1)
+        if shared.numel():
+            leaves, states = beams.nodes[shared], read_on(search, beams, shared)
+            chosen = self.reranker.log_choices(states, leaves, self.trie, self.catalog_content)
+            log_choices[(counts > 1).repeat_interleave(counts)] = chosen
+        return log_choices
 
     def _context(
         self, token_states: torch.Tensor, mask: torch.BoolTensor, users: torch.LongTensor, positions: torch.LongTensor

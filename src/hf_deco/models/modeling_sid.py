@@ -28,11 +28,13 @@ from .scoring_sid import LevelScores, Targets, gold_log_probs, score_level
 @dataclass
 class TargetScores:
     """What a model says of the codes of its targets: one [`LevelScores`] a level, and the pointer where there is
-    one."""
+    one. With a reranking head also `shared`: which targets share their SID with other items, and the states `(r, w)`
+    behind these SIDs."""
 
     targets: Targets
     levels: list[LevelScores]
     copies: TargetCopies | None = None
+    shared: tuple[torch.LongTensor, torch.Tensor] | None = None
 
     def log_likelihood(self) -> torch.Tensor:
         """Log-probability of every target's SID, `(R,)` float32; under a pointer that of the mixture."""
@@ -55,17 +57,19 @@ class SIDRetrievalOutput(ModelOutput):
 
     Args:
         loss (`torch.FloatTensor`, *optional*): Mean over targets of the negative log-likelihood of a target's SID,
-            where `labels` were given.
+            where `labels` were given; with a reranking head, that and the head's loss.
         target_scores ([`TargetScores`], *optional*): What the loss was made of, where it was asked for.
         concepts (`torch.FloatTensor` of shape `(B, M, w)`, *optional*): Concepts of the whole histories, Deco's serving
             state.
         copies ([`CopyState`], *optional*): The pointer's part of the serving state, where there is a pointer.
+        rerank_loss (`torch.FloatTensor`, *optional*): The reranking head's loss by itself.
     """
 
     loss: torch.FloatTensor | None = None
     target_scores: TargetScores | None = None
     concepts: torch.FloatTensor | None = None
     copies: CopyState | None = None
+    rerank_loss: torch.FloatTensor | None = None
 
 
 class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationMixin):
@@ -98,6 +102,7 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
         self.backbone = make_transformer(config.text_config)
         self.start_state = nn.Parameter(torch.empty(config.text_config.hidden_size))
         self.pointer = CopyPointer(config.text_config.hidden_size) if config.copy_pointer else None
+        self.reranker = None
         self._add_catalog()
         self.kernels = EAGER  # what inference computes between matrix products; an engine gives compiled ones
         add_residual_dropout(self.backbone, config.dropout)
@@ -257,11 +262,11 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
         states, level_states = self._states_of_targets(item_codes, mask, targets)
         levels = [
             score_level(found, self.heads[level].weight, self.trie, level, rows, targets, self.config.normalize_over)
-            for level, (rows, found) in enumerate(level_states)
+            for level, (rows, found) in enumerate(level_states[: self.config.num_codebooks])
             if rows.numel()
         ]
         copies = None if self.pointer is None else self._target_copies(item_codes, states, mask, targets)
-        return TargetScores(targets, levels, copies)
+        return TargetScores(targets, levels, copies, *level_states[self.config.num_codebooks :])
 
     def forward(
         self,

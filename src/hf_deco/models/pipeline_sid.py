@@ -34,9 +34,10 @@ class SIDRetrievalPipeline(Pipeline):
     """Retrieves the next items of users: `pipeline("sid-retrieval", model="org/deco-beauty")`.
 
     Takes a list of item ids, oldest first, or a list of such lists, and answers each history with a ranked list of
-    dictionaries: `rank` from 1 on, `item_id`, `score` (log-probability of the item's SID) and `title` (None where the
-    catalog has no titles). An empty history is answered with what users begin with. A generator or a dataset of
-    histories is answered one by one, as an iterator; `batch_size` (32 by default) are searched at once.
+    dictionaries: `rank` from 1 on, `item_id`, `score` (log-probability of the item's SID; with a reranking head, of the
+    item) and `title` (None where the catalog has no titles). An empty history is answered with what users begin with. A
+    generator or a dataset of histories is answered one by one, as an iterator; `batch_size` (32 by default) are
+    searched at once.
 
     Args:
         top_k (`int`, *optional*): Items per history; by default what the checkpoint's generation configuration says, or

@@ -56,6 +56,7 @@ class DecoTrainingArguments(TrainingArguments):
         "sentence-transformers/all-MiniLM-L6-v2", "sentence-transformers model, name or path, for the texts."
     )
     codebook_sizes: list[int] = option([2048, 2048, 2048, 2048], "Codes per SID level.")
+    collisions: str = option("resolve", "Of SIDs that are built: `resolve`, one for each item; `keep`, items share.")
 
     search_in: str = option("decoder", "Where the beam search runs: the light `decoder` (Deco) or the `backbone` (GR).")
     history_format: str = option(
@@ -71,6 +72,7 @@ class DecoTrainingArguments(TrainingArguments):
     dropout: float = option(0.3, "Dropout of fuser and backbone.")
     decoder_dropout: float = option(0.0, "Dropout of the light decoder.")
     copy_pointer: bool = option(False, "Mix in a pointer over the history, for logs in which users come back to items.")
+    reranker: bool = option(False, "Tell items that share a SID apart by their embeddings.")
     max_history_length: int = option(20, "Items of a history that are read, the latest T.")
     init_code_tables: str = option(
         "content", "Code tables start from the tokenizer's centroids (`content`) or at `random`."
@@ -141,6 +143,8 @@ class DecoTrainingArguments(TrainingArguments):
             raise ValueError(f"`temperature` must be positive, got {self.temperature}.")
         if self.init_from_teacher and self.teacher is None:
             raise ValueError("`init_from_teacher` is set, but no `teacher` is named.")
+        if self.reranker:
+            self._check_reranker()
         if self.system is None:
             self.system = self._default_system()
 
@@ -151,6 +155,7 @@ class DecoTrainingArguments(TrainingArguments):
             "protocol": ("temporal", "leave_one_out"),
             "unknown_items": ("error", "drop"),
             "cold_targets": ("miss", "drop"),
+            "collisions": ("resolve", "keep"),
             "search_in": ("decoder", "backbone"),
             "history_format": ("fused", "flat"),
             "backbone": ("S", "M", "L"),
@@ -159,6 +164,18 @@ class DecoTrainingArguments(TrainingArguments):
             "normalize_over": ("children", "vocabulary"),
             "init_code_tables": ("content", "random"),
         }
+
+    def _check_reranker(self) -> None:
+        """What a reranking head needs."""
+        if self.search_in != "decoder":
+            raise ValueError("`reranker` reads on in the light decoder: set `search_in` to decoder, or leave it out.")
+        if self.teacher is not None:
+            raise ValueError("`reranker` learns beside cross-entropy alone: leave out `teacher`, or the reranker.")
+        if self.sids is None and self.collisions != "keep":
+            raise ValueError(
+                "`reranker` tells items of one SID apart, but `collisions` is 'resolve', which leaves none together: "
+                "set it to keep."
+            )
 
     def _check_lists(self) -> None:
         """Lists that hold what they should; a YAML file may hold anything."""

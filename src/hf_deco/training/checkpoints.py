@@ -71,11 +71,12 @@ def finished_run(args: DecoTrainingArguments) -> dict | None:
     if args.resume_from_checkpoint != "last" or not path.exists():
         return None
     run, options = json.loads(path.read_text(encoding="utf-8")), changed_arguments(args)
-    for name in sorted(options.keys() | run["options"].keys()):
-        if options.get(name) != run["options"].get(name):
+    was = changed_arguments(type(args)()) | run["options"]  # an option that came later had its default
+    for name in sorted(options.keys() | was.keys()):
+        if options.get(name) != was.get(name):
             raise ValueError(
-                f"`output_dir` {args.output_dir!r} holds a finished run with another `{name}` "
-                f"({run['options'].get(name)!r}, not {options.get(name)!r}): name another folder."
+                f"`output_dir` {args.output_dir!r} holds a finished run with another `{name}` ({was.get(name)!r}, not "
+                f"{options.get(name)!r}): name another folder."
             )
     return run
 

@@ -62,6 +62,8 @@ class LLMTrainingArguments(DecoTrainingArguments):
                 raise ValueError(f"`{name}` must lie in [0, 1), got {getattr(self, name)}.")
         if not isinstance(self.lora_targets, list) or not self.lora_targets:
             raise ValueError(f"`lora_targets` must be a list of layer names, got {self.lora_targets!r}.")
+        if self.reranker:
+            raise ValueError("`reranker` is for scratch backbones: leave it out.")
         if self.init_from_teacher:
             raise ValueError("`init_from_teacher` is for scratch backbones: name the teacher in `start_from`.")
         if self.stage != "recommendation":

@@ -102,7 +102,9 @@ class LLMModels(ScratchModels):
             return False
         return self.grounded.exists() or find_checkpoint(self.stage_args) is not None
 
-    def build(self, items: ItemTable, sids: SIDTable, catalog: np.ndarray) -> tuple[SIDRetrievalModel, DecoProcessor]:
+    def build(
+        self, items: ItemTable, sids: SIDTable, catalog: np.ndarray, embeddings: np.ndarray
+    ) -> tuple[SIDRetrievalModel, DecoProcessor]:
         if self.args.stage == "both":
             self.ground(items, sids, catalog)
         set_seed(self.args.seed)  # the second stage is the same, whether the first was run now or before

@@ -92,12 +92,13 @@ def prepare_embeddings(args: DecoTrainingArguments, items: ItemTable, resume: bo
         return read_embeddings(path, len(items))
 
 
-def check_capacity(codebook_sizes: list[int], num_items: int) -> None:
-    """Raise a `ValueError` where items cannot have SIDs of their own in these codebooks."""
-    if codebook_sizes[0] > num_items or math.prod(codebook_sizes) < num_items:
+def check_capacity(codebook_sizes: list[int], num_items: int, collisions: str = "resolve") -> None:
+    """Raise a `ValueError` where items cannot have SIDs in these codebooks, of their own unless collisions are kept."""
+    too_few = collisions == "resolve" and math.prod(codebook_sizes) < num_items
+    if codebook_sizes[0] > num_items or too_few:
         raise ValueError(
             f"`codebook_sizes` {codebook_sizes} do not suit {num_items} items: the first level must have at most as "
-            "many codes as there are items, and all levels together at least as many SIDs."
+            "many codes as there are items, and all levels together at least as many SIDs, unless `collisions` is keep."
         )
 
 
@@ -116,6 +117,7 @@ def prepare_sids(
                 tuple(args.codebook_sizes),
                 popularity=split.item_counts,
                 titles=items.titles,
+                collisions=args.collisions,
                 seed=args.seed,
             )
             table.save(folder)
@@ -127,10 +129,15 @@ def model_class(args: DecoTrainingArguments) -> type[SIDRetrievalModel]:
     return BackboneForSIDRetrieval if args.search_in == "backbone" else DecoForSIDRetrieval
 
 
-def make_config(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) -> SIDRetrievalConfig:
-    """Configuration of the model that the arguments describe, with a scratch backbone."""
-    config_class = BackboneConfig if args.search_in == "backbone" else DecoConfig
-    return config_class.from_preset(args.backbone, **model_options(args, codebook_sizes))
+def make_config(
+    args: DecoTrainingArguments, codebook_sizes: tuple[int, ...], content_size: int = 0
+) -> SIDRetrievalConfig:
+    """Configuration of the model that the arguments describe, with a scratch backbone; `content_size` is that of its
+    reranking head."""
+    if args.search_in == "backbone":
+        return BackboneConfig.from_preset(args.backbone, **model_options(args, codebook_sizes))
+    options = model_options(args, codebook_sizes)
+    return DecoConfig.from_preset(args.backbone, content_size=content_size, **options)
 
 
 def model_options(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) -> dict:
@@ -155,16 +162,21 @@ def model_options(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) 
     }
 
 
-def check_codebooks(args: DecoTrainingArguments, sids: SIDTable) -> None:
-    """Raise a `ValueError` where tables are to start from content that a SID table does not have."""
+def check_table(args: DecoTrainingArguments, sids: SIDTable) -> None:
+    """Raise a `ValueError` where a SID table lacks what the arguments ask of it."""
     if args.init_code_tables == "content" and not sids.codebooks:
         raise ValueError(
             "`init_code_tables` is 'content', but the SID table has no codebooks: rebuild it, or choose 'random'."
         )
+    if args.reranker and len(np.unique(sids.codes, axis=0)) == len(sids):
+        raise ValueError(
+            "`reranker` tells items of one SID apart, but in the SID table every item has its own: build one with "
+            "`collisions` keep, or leave the reranker out."
+        )
 
 
 def build_model(
-    args: DecoTrainingArguments, sids: SIDTable, catalog: np.ndarray
+    args: DecoTrainingArguments, sids: SIDTable, catalog: np.ndarray, embeddings: np.ndarray
 ) -> tuple[SIDRetrievalModel, DecoProcessor]:
     """A fresh model that retrieves the catalog's items, and a processor that knows all.
 
@@ -172,9 +184,12 @@ def build_model(
         args ([`DecoTrainingArguments`]): Sizes and options.
         sids ([`SIDTable`]): SIDs of all items.
         catalog (`np.ndarray` of shape `(C,)`): Row in `sids` of every item that can be retrieved.
+        embeddings (`np.ndarray` of shape `(N, d)`): Content of all items, which a reranker reads.
     """
-    model = model_class(args)._from_config(make_config(args, sids.codebook_sizes), dtype=torch.float32)
-    return model, fit_to_items(args, model, sids, catalog)
+    content_size = embeddings.shape[1] if args.reranker else 0
+    config = make_config(args, sids.codebook_sizes, content_size)
+    model = model_class(args)._from_config(config, dtype=torch.float32)
+    return model, fit_to_items(args, model, sids, catalog, embeddings[catalog] if args.reranker else None)
 
 
 class ScratchModels:
@@ -195,9 +210,11 @@ class ScratchModels:
         """Whether a run that is gone on with has done something of its own before the first checkpoint."""
         return False
 
-    def build(self, items: ItemTable, sids: SIDTable, catalog: np.ndarray) -> tuple[SIDRetrievalModel, DecoProcessor]:
+    def build(
+        self, items: ItemTable, sids: SIDTable, catalog: np.ndarray, embeddings: np.ndarray
+    ) -> tuple[SIDRetrievalModel, DecoProcessor]:
         """The model to train and its processor, see [`build_model`]."""
-        return build_model(self.args, sids, catalog)
+        return build_model(self.args, sids, catalog, embeddings)
 
     def save(self, trainer, folder: Path) -> SIDRetrievalModel:
         """Write the trained model; called on every process. Returns it as it was written, on the main process."""
@@ -208,13 +225,22 @@ class ScratchModels:
 
 
 def fit_to_items(
-    args: DecoTrainingArguments, model: SIDRetrievalModel, sids: SIDTable, catalog: np.ndarray
+    args: DecoTrainingArguments,
+    model: SIDRetrievalModel,
+    sids: SIDTable,
+    catalog: np.ndarray,
+    content: np.ndarray | None = None,
 ) -> DecoProcessor:
-    """Give a model its catalog, and its code tables their start; make the processor that knows all items."""
-    check_codebooks(args, sids)
+    """Give a model its catalog, with the items' content for a reranking head, and its code tables their start; make the
+    processor that knows all items."""
+    check_table(args, sids)
     if args.init_code_tables == "content":
         model.init_code_tables(sids.codebooks)
-    model.set_catalog(torch.as_tensor(sids.codes[catalog]))
+    codes = torch.as_tensor(sids.codes[catalog])
+    if content is None:
+        model.set_catalog(codes)
+    else:
+        model.set_catalog(codes, torch.as_tensor(content))
     others = np.setdiff1d(np.arange(len(sids)), catalog)  # never retrieved, but a history may hold them
     order = np.concatenate([catalog, others])
     return DecoProcessor(

@@ -38,7 +38,7 @@ from .distillation import DistillationTrainer, check_teacher, init_from_teacher,
 from .preparation import (
     ScratchModels,
     check_capacity,
-    check_codebooks,
+    check_table,
     prepare_embeddings,
     prepare_log,
     prepare_sids,
@@ -85,7 +85,7 @@ def train(args: DecoTrainingArguments, models: type[ScratchModels] = ScratchMode
         check_same_catalog(checkpoint, sids, split.catalog)
     if sids.report:
         _say(args, format_report(sids.report))
-    model, processor = models.build(items, sids, split.catalog)
+    model, processor = models.build(items, sids, split.catalog, embeddings)
     _say(args, f"Model: {args.system}, {model.num_parameters() / 1e6:.1f} million parameters, {model.trie}")
     trainer = _make_trainer(args, model, sids, split, validation)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -180,11 +180,11 @@ def _evaluation_options(args: DecoTrainingArguments, ks) -> dict:
 def check_ahead(args: DecoTrainingArguments, num_items: int, models: ScratchModels) -> None:
     """What can be told of the options before the first long step."""
     if args.sids is None:
-        check_capacity(args.codebook_sizes, num_items)
+        check_capacity(args.codebook_sizes, num_items, args.collisions)
         config = models.config(tuple(args.codebook_sizes))
     else:
         table = SIDTable.load(args.sids)
-        check_codebooks(args, table)
+        check_table(args, table)
         config = models.config(table.codebook_sizes)
     if args.teacher is not None:
         check_teacher(args.teacher, config)
@@ -196,11 +196,15 @@ def _make_trainer(
     args: DecoTrainingArguments, model: SIDRetrievalModel, sids: SIDTable, split: Split, validation: Evaluator
 ) -> DecoTrainer:
     """The trainer of a run: with cross-entropy alone, or with a teacher."""
+    catalog_rows = None
+    if args.reranker:
+        catalog_rows = np.full(len(sids), -1)
+        catalog_rows[split.catalog] = np.arange(len(split.catalog))
     options = {
         "model": model,
         "args": args,
         "train_dataset": SequenceWindows(split.train, args.max_history_length),
-        "data_collator": SIDCollator(sids.codes),
+        "data_collator": SIDCollator(sids.codes, catalog_rows),
         "evaluator": validation,
         "catalog": split.catalog,
         "num_beams": args.validation_beams,
