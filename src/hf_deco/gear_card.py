@@ -9,15 +9,7 @@ from .cards import shown_command, without_folders
 
 STREAM = "stream"  # protocol of the rows
 # Options that the card tells otherwise, or that say nothing of the model.
-_ELSEWHERE = {
-    "log",
-    "data_dir",
-    "embeddings",
-    "embedding_model",
-    "codebook_sizes",
-    "quantizer_method",
-    "history_lengths",
-}
+_ELSEWHERE = {"log", "data_dir", "embeddings", "embedding_model", "codebook_sizes", "quantizer_method"}
 _ELSEWHERE |= {"num_beams", "per_sid_limit", "eval_users", "cutoffs", "system", "seed", "results_file", "use_cpu"}
 _ELSEWHERE |= {"history_lengths", "ltr_steps", "rq_steps", "precision", "reranker"}
 # What evaluations found beside the items, by the prefix of its metrics.

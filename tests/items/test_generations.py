@@ -204,6 +204,20 @@ def test_a_damaged_generation_is_not_adopted(tmp_path):
     )
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_copy_that_was_damaged_here_is_not_made_current(tmp_path, named):
+    there, here = tmp_path / "there", tmp_path / "here"
+    publish(there, make(seed=0))
+    with IndexWriter(here) as writer:
+        writer.adopt(there)
+        if not named:
+            (here / "CURRENT").unlink()
+        flip(here / "gen-1" / "offsets.npy", -1)
+        with pytest.raises(ValueError, match="here/gen-1' is damaged: the hash of 'offsets.npy' is not the one"):
+            writer.adopt(there)
+    assert (here / "CURRENT").exists() is named
+
+
 def test_old_generations_go_when_asked_and_never_the_last_two(tmp_path):
     with IndexWriter(tmp_path) as writer:
         for seed in range(4):

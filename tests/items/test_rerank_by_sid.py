@@ -89,6 +89,18 @@ def test_log_probs_choose_among_sids_however_long_their_vectors_are(make):
     assert found.sids[0, :first].tolist() == [0] * first and 0 < first < (found.sids[0] >= 0).sum()
 
 
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_sid_that_is_impossible_gives_no_items(make, limit):
+    index, users = make("int8"), np.random.default_rng(4).standard_normal((2, 3, 5))
+    log_probs = np.array([[-0.5, -np.inf, -1.0], [-np.inf, -np.inf, -np.inf]])
+    found = index.rerank(users, [[0, 1, 2]] * 2, limit, k=40, log_probs=log_probs)
+    without = index.rerank(users, [[0, -1, 2], [-1, -1, -1]], limit, k=40, log_probs=log_probs)
+    for name in ("rows", "scores", "sids"):
+        assert np.array_equal(getattr(found, name), getattr(without, name))
+    assert np.array_equal(found.rows == -1, found.scores == -np.inf)
+    assert set(found.sids[0]) == {0, 2, -1} and set(found.rows[1]) == {-1}
+
+
 def test_log_probs_that_are_none_are_refused(make):
     users, sids = np.ones((1, 3, 5)), [[0, 1, 2]]
     with pytest.raises(

@@ -3,6 +3,8 @@
 import json
 import math
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from gear_models import make_gear
@@ -75,7 +77,7 @@ def test_nobody_has_done_anything():
     model, processor = make_gear(), build()
     inputs = processor([{}, {"clicks": []}])
     assert inputs["content"].shape == (0, 5) and [rows.shape for rows in inputs["behaviors"]] == [(2, 0), (2, 0)]
-    model.set_catalog(model.encode_items(**processor.item_inputs()).codes)
+    model.set_catalog(torch.tensor([[0, 0, 1], [1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 1, 0]]))
     found = model.generate(**inputs, num_beams=2, num_return_sequences=2, return_dict_in_generate=True)
     assert found.sequences_scores.isfinite().all() and torch.equal(found.sequences[:2], found.sequences[2:])
     none = processor([])
@@ -132,6 +134,32 @@ def test_whole_numbers_read_alike_however_they_are_stored():
     assert numbers.encode([1, 1.0, "1", 2.5, "2.5", True]) == [0, 0, 0, 2, 2, 3]
 
 
+def test_values_of_a_feature_are_taken_as_they_read():
+    feature = Category("age", values=[1, 2.0, np.float32(3), "x"])
+    assert feature == Category("age", ("1", "2", "3", "x"))
+    assert feature.encode([1, "2", 3.0, "x", 4]) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"feature `age` needs distinct `values`, at least one, got \('1', '1'\)"):
+        Category("age", values=[1, 1.0])
+
+
+@pytest.mark.parametrize("feature", [Category("size", ("3", "2.5", "True")), Category("size", buckets=9)])
+def test_scalars_of_other_libraries_read_as_pythons(feature):
+    scalars = [np.float32(3), np.int64(3), np.array(3), torch.tensor(3), torch.tensor(3.0), np.float16(2.5), np.True_]
+    assert feature.encode(scalars) == feature.encode([3, 3, 3, 3, 3, 2.5, True])
+    missing = [None, math.nan, np.float32("nan"), torch.tensor(math.nan), pd.NA, pd.NaT]
+    assert feature.encode(missing) == [-1] * len(missing)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[3], (3,), {3}, frozenset([3]), {"a": 3}, np.array([3]), np.array([1, 2]), torch.tensor([3]), pd.Series([3])],
+)
+def test_a_feature_names_itself_where_a_value_is_many(value):
+    for feature in (Category("size", ("3",)), Category("size", buckets=9)):
+        with pytest.raises(ValueError, match="feature `size` has one value an item or user, got"):
+            feature.encode([3, value])
+
+
 @pytest.mark.parametrize("auto_class", [GearProcessor, AutoProcessor])
 def test_what_is_saved_is_loaded_with_its_code_alone(auto_class, tmp_path):
     build().save_pretrained(tmp_path)
@@ -171,7 +199,9 @@ def test_a_model_that_reads_other_features_is_told():
     ("histories", "users", "message"),
     [
         ([["apple"]], None, r"`histories` must hold a mapping from clicks, conversions to item ids .* got \['apple'\]"),
-        ([{"clicks": "apple"}], None, "`items` must be a list of item ids, got the string 'apple'"),
+        ([{}, {"clicks": "apple"}], None, "`histories` must hold a list of item ids for 'clicks', got 'apple'"),
+        ([{"conversions": None}], None, "`histories` must hold a list of item ids for 'conversions', got None"),
+        ([{"clicks": 3}], None, "`histories` must hold a list of item ids for 'clicks', got 3"),
         (
             [{"click": ["apple"]}],
             None,
@@ -217,6 +247,21 @@ def test_bad_new_items_are_named(items, content, features, message):
         ({"item_features": [{"name": "x", "buckets": 0}] * 2}, "feature `x` needs either"),
         ({"item_features": [{"name": "x", "values": ["a", "a"]}] * 2}, "feature `x` needs distinct `values`"),
         ({"item_features": [{"name": "x", "values": []}] * 2}, "feature `x` needs distinct `values`"),
+        ({"behaviors": [{"name": "clicks"}]}, r"`behaviors` 'clicks' needs length \(at least 1\), got"),
+        ({"behaviors": [{"name": "clicks", "length": 0}]}, r"`behaviors` 'clicks' needs length \(at least 1\), got"),
+        (
+            {"behaviors": BEHAVIORS[:1] * 2},
+            r"`behaviors` must each have a `name` of their own, got \['clicks', 'clicks'",
+        ),
+        ({"item_categories": CATEGORIES + 0.7}, "`item_categories` must be integers, .* got torch.float32"),
+        (
+            {"item_categories": torch.tensor([[99, 0]] * 4 + [[99, 4]])},
+            r"`item_categories` of feature `department` must be at least -1 \(missing\), and at most 3, got 4",
+        ),
+        (
+            {"item_categories": torch.tensor([[99, 0]] * 4 + [[-2, 0]])},
+            r"`item_categories` of feature `brand` must be at least -1 \(missing\), got -2",
+        ),
     ],
 )
 def test_processors_that_cannot_be_are_refused(change, message):

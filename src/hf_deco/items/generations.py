@@ -107,7 +107,8 @@ class IndexWriter:
             `ItemIndex`: that generation.
 
         Raises:
-            ValueError: it is damaged, or a generation of that number is here that is another one.
+            ValueError: it is damaged, there or in a copy that is here; or a generation of that number is here that is
+                another one.
             FileNotFoundError: nothing was published there, or a file is missing.
             RuntimeError: this writer is closed.
         """
@@ -120,6 +121,7 @@ class IndexWriter:
                     f"{str(self.folder)!r} has a generation {named.generation} of its own: publish the index of "
                     f"{str(folder)!r} as its next one, or adopt it in another folder."
                 )
+            _open(self.folder, named, verify=True)  # it may have been damaged since
         else:
             self._write(index, named.generation)
         current = _read_current(self.folder) if (self.folder / CURRENT).exists() else None

@@ -282,7 +282,7 @@ class ItemIndex:
             deny_rows (sequence of B sequences of `int`, *optional*): rows that each user may not be given, such as
                 `rows_of` gives for the ids of what they have seen; -1 stands for none. They take nobody's place.
             log_probs (array-like of shape `(B, S)`, *optional*): log-probabilities of the candidate SIDs, such as
-                `sequences_scores` of a search.
+                `sequences_scores` of a search. A SID at `-inf` gives no items.
 
         Returns:
             [`Reranked`]: best first; equal scores in the order of the user's SIDs, then of rows.

@@ -13,7 +13,8 @@ class Reranked:
 
     Attributes:
         rows (`np.ndarray` of shape `(B, k)`): rows of the index, int64; -1 where there are no more items.
-        scores (`np.ndarray` of shape `(B, k)`): dot products, float32; `-inf` there.
+        scores (`np.ndarray` of shape `(B, k)`): dot products, float32, or log-probabilities of items where those of
+            the SIDs were given; `-inf` where there are no more items.
         sids (`np.ndarray` of shape `(B, k)`): which of the user's SIDs the item came from, int64; -1 there.
         generation (`int`, *optional*): the generation of the index that answered; `None` where it was not published.
     """
@@ -63,6 +64,7 @@ def log_softmax(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 def best_first(scores: np.ndarray, groups: np.ndarray, limit: int | None, k: int) -> np.ndarray:
     """Positions of the `k` best candidates with at most `limit` of a group, best first; equal scores in their order.
+    Candidates at `-inf` are impossible, and none of them.
 
     Args:
         scores (`np.ndarray` of shape `(C,)`): float32 without NaN.
@@ -71,7 +73,7 @@ def best_first(scores: np.ndarray, groups: np.ndarray, limit: int | None, k: int
         k (`int`): candidates in all.
 
     Returns:
-        `np.ndarray` of shape `(min(k, what the limit leaves),)`, int64.
+        `np.ndarray` of shape `(min(k, what the limit and `-inf` leave),)`, int64.
     """
     order = _descending(scores)
     if limit is not None and len(order):
@@ -83,7 +85,8 @@ def best_first(scores: np.ndarray, groups: np.ndarray, limit: int | None, k: int
             ranks = np.empty(len(order), dtype=np.int64)
             ranks[np.argsort(small, kind="stable")] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
             order = order[ranks < limit]
-    return order[:k]
+    order = order[:k]
+    return order[scores[order] > -np.inf]
 
 
 def _descending(scores: np.ndarray) -> np.ndarray:

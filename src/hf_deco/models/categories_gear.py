@@ -15,7 +15,8 @@ class Category:
 
     Args:
         name (`str`): Its name; in tables, that of its column.
-        values (`tuple[str, ...]`, *optional*): Values of a closed feature; value `i` is the integer `i`.
+        values (`tuple[str, ...]`, *optional*): Values of a closed feature; value `i` is the integer `i`. Others than
+            strings are taken as they read.
         buckets (`int`, *optional*): Rows of the table that an open-ended feature is hashed into, by the model.
 
     Raises:
@@ -34,26 +35,28 @@ class Category:
                 f"{self.buckets}."
             )
         if closed:
-            object.__setattr__(self, "values", tuple(self.values))  # a list, where a JSON file holds it
+            # A list, where a JSON file holds it; as text, which is what `encode` looks for.
+            object.__setattr__(self, "values", tuple(map(text_of, self.values)))
             if not self.values or len(set(self.values)) < len(self.values):
                 raise ValueError(f"feature `{self.name}` needs distinct `values`, at least one, got {self.values}.")
 
     def encode(self, values: Iterable) -> list[int]:
-        """Integers of values: -1 where one is None or NaN; in a closed feature the place of the value, and
+        """Integers of values: -1 where one is None, NaN or pandas' NA; in a closed feature the place of the value, and
         `len(self.values)` where it is none of them; in an open-ended one a hash of its text of 63 bits, the same on
         every machine.
 
         Raises:
-            ValueError: If a value is a list or a mapping.
+            ValueError: If a value is a list, a set, a mapping, or an array with dimensions.
         """
         known = {} if self.values is None else {value: place for place, value in enumerate(self.values)}
         codes = []
         for value in values:
-            if value is None or value != value:
+            # First, because arrays have no truth value when they are compared.
+            if isinstance(value, list | tuple | dict | set | frozenset) or getattr(value, "ndim", 0):
+                raise ValueError(f"feature `{self.name}` has one value an item or user, got {value!r}.")
+            if _is_missing(value):
                 codes.append(MISSING)
                 continue
-            if isinstance(value, list | tuple | dict):
-                raise ValueError(f"feature `{self.name}` has one value an item or user, got {value!r}.")
             text = text_of(value)
             if text not in known:
                 if self.values is not None:
@@ -77,8 +80,15 @@ class Category:
 
 
 def text_of(value) -> str:
-    """A value as it reads; a whole number that a null made a float reads as the integer it is."""
+    """A value as it reads; a whole number that a null made a float reads as the integer it is, and a scalar of NumPy or
+    PyTorch as Python's."""
+    value = value.item() if hasattr(value, "item") else value
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _is_missing(value) -> bool:
+    # NA by its name, because pandas need not be there; compared even with itself, it has no truth value.
+    return value is None or type(value).__name__ == "NAType" or bool(value != value)
 
 
 def _hash(text: str) -> int:

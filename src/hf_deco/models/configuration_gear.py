@@ -173,9 +173,9 @@ class GearConfig(CheckedConfig):
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
 
     def validate_features(self):
-        _check_entries("item_features", self.item_features, "size", {"hashed": bool})
-        _check_entries("user_features", self.user_features, "size", {"hashed": bool})
-        _check_entries("behaviors", self.behaviors, "length", {})
+        check_entries("item_features", self.item_features, "size", {"hashed": bool})
+        check_entries("user_features", self.user_features, "size", {"hashed": bool})
+        check_entries("behaviors", self.behaviors, "length", {})
         if not self.behaviors:
             raise ValueError("`behaviors` needs at least one sequence.")
         grouped = sorted(column for group in self.feature_groups or [] for column in group)
@@ -208,7 +208,7 @@ def random_groups(num_features: int) -> list[list[int]]:
     return [columns[group::number] for group in range(number)]
 
 
-def _check_entries(argument: str, entries: list[dict], extent: str, optional: dict) -> None:
+def check_entries(argument: str, entries: list[dict], extent: str, optional: dict) -> None:
     """Raise a `ValueError` unless every entry has a name of its own and a positive `extent`, and nothing unknown."""
     names, kinds = [entry.get("name") for entry in entries], {"name": str, extent: int} | optional
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):

@@ -7,6 +7,8 @@ import torch
 from transformers import BatchFeature
 
 from .categories_gear import Category
+from .configuration_gear import check_entries
+from .features_gear import MISSING
 from .processor_sid import ItemProcessor, read_strings
 from .vector_quantization import check_input
 
@@ -34,7 +36,8 @@ class GearProcessor(ItemProcessor):
             `"error"` names them, `"drop"` leaves them out.
 
     Raises:
-        ValueError: If an id appears twice, shapes do not fit, or an option is unknown.
+        ValueError: If an id appears twice, shapes do not fit, a category is no value of its feature, a behaviour has
+            no length, or an option is unknown.
 
     Example:
         ```python
@@ -72,10 +75,11 @@ class GearProcessor(ItemProcessor):
         self._know_items(item_ids, unknown_items)
         self.item_features, self.user_features = _features(item_features), _features(user_features)
         self.behaviors = [dict(behavior) for behavior in behaviors]
+        check_entries("behaviors", self.behaviors, "length", {})
         self.embedding_model = embedding_model
         self.text_columns = None if text_columns is None else list(text_columns)
         self.content = torch.as_tensor(content).float().contiguous()
-        self.item_categories = torch.as_tensor(item_categories).long().contiguous()
+        self.item_categories = torch.as_tensor(item_categories).contiguous()
         check_input(self.content, self.content.shape[-1], name="content")
         shapes = [tuple(tensor.shape) for tensor in (self.content, self.item_categories)]
         expected = [(len(self.item_ids), shapes[0][1]), (len(self.item_ids), len(self.item_features))]
@@ -84,6 +88,8 @@ class GearProcessor(ItemProcessor):
                 f"`content` and `item_categories` of {len(self.item_ids)} items with {len(self.item_features)} features"
                 f" must have shapes {expected[0]} and {expected[1]}, got {shapes[0]} and {shapes[1]}."
             )
+        _check_categories(self.item_categories, self.item_features)
+        self.item_categories = self.item_categories.long()
 
     def __repr__(self) -> str:
         behaviors = [behavior["name"] for behavior in self.behaviors]
@@ -117,7 +123,8 @@ class GearProcessor(ItemProcessor):
             rows `(B, T_s)` of those items.
 
         Raises:
-            ValueError: If an item, behaviour or feature is not known, or lengths differ.
+            ValueError: If an item, behaviour or feature is not known, a behaviour's items are no list, or lengths
+                differ.
         """
         if return_tensors != "pt":
             raise ValueError(f"`return_tensors` must be 'pt', got {return_tensors!r}.")
@@ -129,6 +136,9 @@ class GearProcessor(ItemProcessor):
                     f"{history!r}."
                 )
             _check_names("histories", history, names)
+            for name, items in history.items():
+                if isinstance(items, str) or not isinstance(items, Iterable):
+                    raise ValueError(f"`histories` must hold a list of item ids for {name!r}, got {items!r}.")
         sequences = [
             [self.rows_of(history.get(name, []), unknown_items)[-length:] for history in histories]
             for name, length in ((behavior["name"], behavior["length"]) for behavior in self.behaviors)
@@ -232,6 +242,22 @@ class GearProcessor(ItemProcessor):
 
 def _features(features: Iterable) -> list[Category]:
     return [feature if isinstance(feature, Category) else Category(**feature) for feature in features]
+
+
+def _check_categories(values: torch.Tensor, features: list[Category]) -> None:
+    """Raise a `ValueError` unless values `(N, F)` are such integers as [`Category`] encodes to."""
+    if values.is_floating_point() and values.numel():  # of no features, an empty tensor may be of any type
+        raise ValueError(f"`item_categories` must be integers, as `Category.encode` gives them, got {values.dtype}.")
+    for feature, column in zip(features, values.T, strict=True):
+        bad = column < MISSING
+        if feature.values is not None:
+            bad |= column > len(feature.values)  # one past the last stands for all that are none of them
+        if bad.any():
+            most = "" if feature.values is None else f", and at most {len(feature.values)}"
+            raise ValueError(
+                f"`item_categories` of feature `{feature.name}` must be at least {MISSING} (missing){most}, got "
+                f"{int(column[bad][0])}: encode them by `Category.encode`."
+            )
 
 
 def _encode(argument: str, features: list[Category], rows: list[Mapping | None]) -> torch.LongTensor:
