@@ -195,8 +195,8 @@ class Rivals:
     def scorer(self, name: str):
         model = self.models[name.split("/")[0]]
         if name.endswith("/stored"):
-            return model._start_search(None, None, self.stored, None)[0], model
-        return model._start_search(self.item_codes, self.mask, None, None)[0], model
+            return model._start_search(None, None, self.stored, None, model.trie)[0], model
+        return model._start_search(self.item_codes, self.mask, None, None, model.trie)[0], model
 
     def search(self, name: str, scorer, model) -> BeamSearch:
         beams = [self.point.num_beams] * self.point.num_codebooks
@@ -372,11 +372,12 @@ def describe(row: dict) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few points, in some ten minutes")
-    parser.add_argument(
+    points = parser.add_mutually_exclusive_group()
+    points.add_argument("--quick", action="store_true", help="a few points, in some ten minutes")
+    points.add_argument(
         "--point", nargs="+", metavar="NAME=VALUE", help="one point instead, as: batch_size=8 num_beams=50"
     )
-    parser.add_argument("--catalogs", action="store_true", help="catalogs of 12 thousand to 10 million items instead")
+    points.add_argument("--catalogs", action="store_true", help="catalogs of 12 thousand to 10 million items instead")
     parser.add_argument("--cpu-time", action="store_true", help="time of the processor, not of the wall")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--slow-rounds", type=int, default=2, help="rounds of transformers' generate (default: 2)")

@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard, metadata_load, parse_eval_result_entries
 from huggingface_hub.errors import HFValidationError
 
+from hf_deco import DecoProcessor
 from hf_deco.card_facts import count_parameters
 from hf_deco.cards import save_rendered, shown_command, without_folders
 from hf_deco.model_card import render_model_card, write_model_card
@@ -123,6 +124,20 @@ def test_the_cards_code_runs(runs, run_card):
         exec(load.replace("path/or/repository/of/this/model", str(folder)), names)
         exec(blocks[2], names)
         assert len(names["items"]) == 20 and set(names["items"]) <= {f"i{item}" for item in range(40)}
+
+
+def test_the_cards_code_names_the_items_that_a_reranker_chose(make_model):
+    codes = torch.tensor([[0, 1], [0, 1], [0, 1], [2, 2]])
+    model = make_model((3, 3), catalog=False, content_size=2)
+    model.set_catalog(codes, torch.tensor([[1.0, 0], [0, 1], [-1, 0], [0, 1]]))
+    processor, histories = DecoProcessor(["a", "b", "c", "d"], codes, (3, 3)), [["a", "d"], []]
+    text = render_model_card([make_row(reranker=True, collisions="keep", num_beams=20, cutoffs=[10])])
+    names = {"model": model, "processor": processor, "histories": histories}
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[2], names)
+    output = model.generate(**processor(histories), num_beams=4, num_return_sequences=4, return_dict_in_generate=True)
+    rows = output.item_rows.view(2, 4).tolist()
+    assert names["items"] == [["abcd"[row] for row in user] for user in rows]  # all four of them, each once
+    assert [sorted(user) for user in names["items"]] == [["a", "b", "c", "d"]] * 2
 
 
 def test_evaluating_and_going_on_leave_an_edited_card(runs, tmp_path):

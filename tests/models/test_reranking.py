@@ -1,6 +1,8 @@
 """Items that share SIDs: their probabilities, their loss and their search, against each written out by hand."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Event, Lock
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoModel, pipeline
 
 from hf_deco import DecoForSIDRetrieval, DecoProcessor
+from hf_deco.models import catalog_sid, modeling_deco
 from hf_deco.models.losses_gear import lambda_loss
 from hf_deco.serving.engine import RetrievalEngine
 
@@ -159,6 +162,20 @@ def test_without_the_head_a_sid_comes_once_with_the_first_of_its_items(make, mak
     with pytest.raises(ValueError, match="`rerank` is set, but the model has no reranking head"):
         model.generate(codes, mask, rerank=True)
     assert model.reranker is None and len(model.decoder.tables) == 2
+
+
+def test_sequences_alone_hold_every_sid_once(make, make_histories):
+    model = make()
+    codes, mask = make_histories(model, [3, 2])
+    options = {"num_beams": 60, "num_return_sequences": 60}
+    plain = model.generate(codes, mask, **options)
+    assert torch.equal(plain, model.generate(codes, mask, **ALL, rerank=False).sequences)
+    for user in range(2):
+        sids = [tuple(sid) for sid in plain[60 * user : 60 * user + 60].tolist() if sid[0] >= 0]
+        assert len(sids) == len(set(sids)) == 17
+    for wanted in ({}, {"return_dict_in_generate": False}):
+        with pytest.raises(ValueError, match="`rerank` is set, but sequences alone .* `return_dict_in_generate`"):
+            model.generate(codes, mask, **options, **wanted, rerank=True)
 
 
 def test_the_head_leaves_the_sids_of_a_search_as_they_are(make, make_histories):
@@ -382,6 +399,85 @@ def test_the_catalog_is_replaced_whole_or_not(make, make_codes):
     assert model.catalog_content.data_ptr() != content.data_ptr()
     with pytest.raises(ValueError, match="`content` is what a reranking head reads, and the model has none"):
         make(content_size=0).set_catalog(codes, content)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("options", [{}, {"copy_pointer": True}, {"copy_pointer": True, "content_size": 0}])
+def test_a_search_ends_in_the_catalog_that_it_began_with(make, make_histories, options, stored):
+    model = make(**options)
+    codes, mask = make_histories(model, [3, 2])
+    inputs = model.encode(codes, mask) if stored else {"item_codes": codes, "attention_mask": mask}
+    expected, start = model.generate(**inputs, **ALL), model._start_search
+    content = make_content(30, seed=5) if model.config.content_size else None
+    others = (model.catalog_codes + 1) % torch.tensor(SIZES)  # as many items, on other SIDs
+    swap = partial(model.set_catalog, others, *([] if content is None else [content]))
+
+    def replace_first(*args):
+        swap()
+        return start(*args)
+
+    def replace_then(*args):
+        found = start(*args)
+        swap()
+        return found
+
+    before = model.catalog_codes, getattr(model, "catalog_content", None)
+    for replaced in (replace_first, replace_then):
+        model._start_search = replaced
+        found = model.generate(**inputs, **ALL)
+        assert torch.equal(found.item_rows, expected.item_rows)
+        close(found.sequences_scores, expected.sequences_scores)
+        model._start_search = start
+        assert not torch.equal(model.generate(**inputs, **ALL).item_rows, expected.item_rows)
+        model.set_catalog(*(part for part in before if part is not None))
+
+
+def test_codes_and_content_are_taken_together_or_not(make, make_codes, monkeypatch):
+    """A thread that asks for the catalog while its parts are put in place waits for all of them."""
+    model, waits, found = make(), Event(), []
+    codes, content = make_codes(SIZES, 20, seed=3), make_content(20, seed=3)
+
+    class Watched:
+        lock = Lock()
+
+        def __enter__(self):
+            if not self.lock.acquire(blocking=False):
+                waits.set()
+                self.lock.acquire()
+
+        def __exit__(self, *error):
+            self.lock.release()
+
+    def ask_between(self, name, value):
+        torch.nn.Module.__setattr__(self, name, value)
+        if name in ("catalog_codes", "_trie", "catalog_content"):
+            waits.clear()
+            found.append(threads.submit(self._take_catalog))
+            found[-1].add_done_callback(lambda _: waits.set())
+            waits.wait()
+
+    for module in (catalog_sid, modeling_deco):
+        monkeypatch.setattr(module, "SWAP", Watched())
+    monkeypatch.setattr(DecoForSIDRetrieval, "__setattr__", ask_between)
+    with ThreadPoolExecutor(3) as threads:
+        model.set_catalog(codes, content)
+    assert len(found) == 3
+    for trie, items in (asked.result() for asked in found):
+        assert trie is model.trie and torch.equal(items, content)
+
+
+def test_content_that_cannot_be_moved_leaves_the_old_catalog(make, make_codes):
+    class Unmoved(torch.Tensor):
+        def to(self, *args, **kwargs):
+            raise MemoryError
+
+    model = make()
+    before = model.catalog_codes, model.trie, model.catalog_content
+    with pytest.raises(MemoryError):
+        model.set_catalog(make_codes(SIZES, 20, seed=3), make_content(20).as_subclass(Unmoved))
+    now = model.catalog_codes, model.trie, model.catalog_content
+    assert all(kept is part for kept, part in zip(now, before, strict=True))
+    assert model.config.num_items == 30
 
 
 def test_targets_without_their_rows_are_refused(make, make_batch):

@@ -73,11 +73,11 @@ def test_a_search_of_fixed_shapes_finds_the_same(make_model, make_histories, siz
     model = make_model(sizes, num_items, normalize_over=normalize_over)
     widths = [2 + 5 * level for level in range(len(sizes))] if widths == "rising" else [widths] * len(sizes)
     concepts = model.encode_concepts(*make_histories(model, [4, 0, 2, 9]))
-    scorer, _ = model._start_search(None, None, concepts, None)
+    scorer, _ = model._start_search(None, None, concepts, None, model.trie)
     expected, expected_scores = as_lists(
         BeamSearch(scorer, model.trie, widths, normalize_over=normalize_over).run(), num_users=4
     )
-    found = search_concepts(model, concepts, widths)
+    found = search_concepts(model, concepts, widths, model.trie)
     assert found.codes.shape == (*found.nodes.shape, len(sizes)) and found.nodes.shape[1] <= widths[-1]
     sids, scores = as_lists(found, num_users=4)
     assert sids == expected
@@ -89,9 +89,9 @@ def test_a_search_of_fixed_shapes_finds_the_same(make_model, make_histories, siz
 def test_a_user_with_nan_concepts_has_dead_beams_and_disturbs_nobody(make_model, make_histories):
     model = make_model((5, 4, 6), 30)
     concepts = model.encode_concepts(*make_histories(model, [2, 1, 3]))
-    expected = search_concepts(model, concepts, [8] * 3)
+    expected = search_concepts(model, concepts, [8] * 3, model.trie)
     concepts[1] = NAN
-    found = search_concepts(model, concepts, [8] * 3)
+    found = search_concepts(model, concepts, [8] * 3, model.trie)
     assert (found.scores[1] == -INF).all()
     assert found.codes[[0, 2]].tolist() == expected.codes[[0, 2]].tolist()
     torch.testing.assert_close(found.scores[[0, 2]], expected.scores[[0, 2]])
@@ -134,6 +134,9 @@ def test_models_whose_search_needs_more_than_concepts_are_not_static(make_model)
     assert not is_static(make_model(copy_pointer=True))
     assert not is_static(make_model(decoder_input="item_states_prefix"))
     assert not is_static(make_model(kind="backbone"))
+    assert not is_static(make_model(catalog=False, content_size=3))
+    llama = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert not is_static(make_model(text_config=llama)) and not is_static(make_model(decoder_config=llama))
 
 
 @pytest.mark.parametrize("history_format", ["fused", "flat"])
@@ -146,7 +149,7 @@ def test_nothing_depends_on_what_the_device_holds(make_model, make_histories, no
 
     @torch.no_grad()
     def retrieve(item_codes, lengths):
-        beams = search_concepts(model, read_concepts(model, item_codes, lengths), [8, 6, 10])
+        beams = search_concepts(model, read_concepts(model, item_codes, lengths), [8, 6, 10], model.trie)
         return beams.codes, beams.nodes, beams.scores
 
     expected = retrieve(*inputs)  # the trie counts what it is asked for once

@@ -127,6 +127,14 @@ def test_catalogs_take_turns_in_one_measurement(monkeypatch):
     assert [sorted(turns[turn : turn + 2]) for turn in range(0, 8, 2)] == [[40, 70]] * 4
 
 
+@pytest.mark.parametrize("given", [("--catalogs", "--quick"), ("--quick", "--catalogs"), ("--catalogs", "--point")])
+def test_points_are_chosen_in_one_way(given):
+    words = [*given, "beams=3"] if given[-1] == "--point" else given
+    refused = run(*words, "--accuracies", "a.json")  # without `--json`: refused too, but later
+    assert refused.returncode == 2
+    assert f"argument {given[1]}: not allowed with argument {given[0]}" in refused.stderr
+
+
 def test_an_unknown_point_is_refused():
     refused = run("--point", "beams=3")
     assert refused.returncode == 1 and "`--point` knows backbone, num_items" in refused.stderr

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_deco import DecoProcessor
+from hf_deco import DecoProcessor, SIDGenerationConfig
+from hf_deco.models.pointer_sid import CopyState
 from hf_deco.serving import graphs
-from hf_deco.serving.engine import RetrievalEngine
+from hf_deco.serving.engine import Concepts, RetrievalEngine
 from hf_deco.serving.graphs import CapturedFunction, GraphedRetrieval
 
 HISTORIES = [["i3", "i1", "i4", "i1", "i5"], [], ["i9"], ["i2", "i6", "i5"], ["i3"] * 8, ["i8", "i9"], ["i7"]]
@@ -81,6 +82,34 @@ def test_filters_are_searched_for_without_graphs(make_engine, make_replaying):
     assert_same(replaying.search(concepts, k=5, deny_rows=[7]), engine.search(concepts, k=5, deny_rows=[7]))
 
 
+def test_the_checkpoints_own_exclude_seen_does_not_count(make_engine, make_replaying):
+    plain, engine, replaying = make_engine(), make_engine(), make_replaying()
+    for other in (engine, replaying):
+        other.model.generation_config = SIDGenerationConfig(exclude_seen=True)
+    seen = plain.retrieve(HISTORIES, k=40)
+    assert {3, 1, 4, 5} <= set(seen.rows[0].tolist())  # what the first user has seen
+    for options in ({}, {"deny_rows": [7]}, {"exclude_seen": True}):
+        expected = plain.retrieve(HISTORIES, k=9, **options)
+        for other in (engine, replaying):
+            assert_same(other.retrieve(HISTORIES, k=9, **options), expected)
+            if "exclude_seen" not in options:
+                assert_same(other.search(other.concepts(HISTORIES), k=9, **options), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 12), (2, 2, 7), (2, 12)])
+def test_concepts_of_other_shapes_are_refused_by_both(make_engine, make_replaying, shape):
+    for engine in (make_engine(), make_replaying()):
+        with pytest.raises(ValueError, match=r"`concepts` must have shape \(batch, 2, 12\), got \(2, "):
+            engine.search(Concepts(torch.zeros(shape)), k=3)
+
+
+def test_a_pointers_state_is_refused_by_both(make_engine, make_replaying):
+    copies = CopyState(item_codes=torch.zeros((2, 1, 3)), weights=torch.zeros((2, 1)), gate=torch.zeros(2))
+    for engine in (make_engine(), make_replaying()):
+        with pytest.raises(ValueError, match="`copies` must be given with `concepts` if, and only if"):
+            engine.search(Concepts(torch.zeros(2, 2, 12), copies), k=3)
+
+
 def test_a_catalog_smaller_than_the_answer_is_filled_up(make_engine, make_replaying):
     engine, replaying = make_engine(num_items=10), make_replaying(num_items=10)
     found = replaying.retrieve(HISTORIES, k=15, num_beams=15)
@@ -99,6 +128,22 @@ def test_a_new_catalog_is_captured_anew(make_engine, make_replaying):
     assert not set(replaying.graphs.captured.values()) & set(before.values())
 
 
+def test_a_catalog_replaced_during_a_call_is_that_of_the_next(make_engine, make_replaying, monkeypatch):
+    engine, replaying, search = make_engine(), make_replaying(), graphs.search_concepts
+    concepts, others = engine.concepts(HISTORIES), (engine.model.catalog_codes + 1) % torch.tensor([6, 5, 4])
+    expected = engine.search(concepts.select(slice(0, 3)), k=5)
+
+    def replace_first(model, *inputs):
+        model.set_catalog(others)
+        return search(model, *inputs)
+
+    monkeypatch.setattr(graphs, "search_concepts", replace_first)
+    assert_same(replaying.search(concepts.select(slice(0, 3)), k=5), expected)
+    monkeypatch.setattr(graphs, "search_concepts", search)
+    engine.model.set_catalog(others)
+    assert_same(replaying.search(concepts, k=5), engine.search(concepts, k=5))
+
+
 def test_the_oldest_graphs_make_room(make_replaying, monkeypatch):
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     replaying = make_replaying()
@@ -109,7 +154,9 @@ def test_the_oldest_graphs_make_room(make_replaying, monkeypatch):
 
 
 def test_graphs_are_refused_where_they_cannot_be(make_engine):
-    with pytest.raises(ValueError, match="`cuda_graphs` needs a CUDA device, and a Deco .* got cpu and Deco"):
+    with pytest.raises(
+        ValueError, match="`cuda_graphs` needs a CUDA device, and a Deco .* plain Qwen2 .* got cpu and Deco"
+    ):
         make_engine(cuda_graphs=True)
 
 

@@ -13,9 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoProcessor
 
+from hf_deco import DecoForSIDRetrieval
 from hf_deco.items.sid_table import SIDTable
 from hf_deco.training import DecoTrainingArguments, evaluate, train
 from hf_deco.training.checkpoints import find_checkpoint
+from hf_deco.training.preparation import make_config
 
 
 @pytest.fixture(scope="module")
@@ -323,8 +325,15 @@ def test_a_reranker_learns_which_item_of_a_sid_comes_next(options, tmp_path):
     blind = evaluate(args, tmp_path / "blind")["deco_ce"]
     assert metrics["ranked"]["ndcg@10"] > blind["ndcg@10"] + 0.02
     card = (tmp_path / "ranked/model/README.md").read_text()
-    assert "told apart by a reranking head" in card and "processor.item_ids[row] for row in output.item_rows" in card
+    assert "told apart by a reranking head" in card and "processor.item_ids[row] for row in user if row >= 0" in card
     assert "reranking head" not in (tmp_path / "first/model/README.md").read_text()
+
+
+def test_the_width_of_a_reranker_is_an_option():
+    for chosen, width in (({}, 96), ({"rerank_size": 24}, 24)):
+        args = DecoTrainingArguments(backbone="S", reranker=True, collisions="keep", **chosen)
+        reranker = DecoForSIDRetrieval(make_config(args, (6, 4), content_size=5)).reranker
+        assert reranker.item_proj.weight.shape == (width, 5)
 
 
 def test_a_resumed_run_with_a_reranker_ends_with_the_weights_of_an_uninterrupted_one(options, tmp_path):
@@ -420,6 +429,7 @@ def test_bad_input_is_refused_before_anything_is_written(options, tmp_path):
         ({"codebook_sizes": [8, 2.5]}, "`codebook_sizes` must be a list of positive integers"),
         ({"text_columns": "text"}, "`text_columns` must be a list of column names, got 'text'"),
         ({"decoder_layers": 0}, "`decoder_layers` must be at least 1, got 0"),
+        ({"rerank_size": 0}, "`rerank_size` must be at least 1, got 0"),
         ({"early_stopping_patience": -1}, "`early_stopping_patience` must be at least 0"),
         ({"validation_examples": -5}, "`validation_examples` must be at least 0"),
     ],

@@ -173,7 +173,7 @@ class DecoConfig(SIDRetrievalConfig):
             Width of the items' content embeddings, by which a reranking head tells items of one SID apart. 0 for no
             head: of items that share a SID only the first can be retrieved.
         rerank_size (`int`, *optional*, defaults to 96):
-            Width of the vectors that the head multiplies.
+            Width of the vectors that the head multiplies, where there is one.
 
     Example:
         ```python

@@ -20,9 +20,9 @@ class SIDGenerationMixin:
     """Gives a model that carries a catalog its `generate`.
 
     The model supplies `config` (with `num_codebooks` and `normalize_over`), `device`, `trie`,
-    `_check_inputs(item_codes, attention_mask) -> mask`,
-    `_start_search(item_codes, attention_mask, concepts, copies) -> (SIDScorer, BeamCopies | None)` and `reranker`;
-    where that is not None, also `_log_choices(search, beams) -> (C,)`.
+    `_take_catalog() -> (SIDTrie, content)`, `_check_inputs(item_codes, attention_mask) -> mask`,
+    `_start_search(item_codes, attention_mask, concepts, copies, trie) -> (SIDScorer, BeamCopies | None)` and
+    `reranker`; where that is not None, also `_log_choices(search, beams, content) -> (C,)`.
     """
 
     @torch.no_grad()
@@ -59,8 +59,9 @@ class SIDGenerationMixin:
                 forms; or a list of several [`ItemSet`].
             rerank (`bool`, *optional*): Whether items are ranked, by `log p(item)`, instead of SIDs: a SID then comes
                 once for each of its items that is among the best, and `item_rows` tell which. All items of all SIDs
-                that the search ends with compete. By default True of a model with a reranking head, else False: a SID
-                comes once, with the first of its items in the catalog.
+                that the search ends with compete. By default True of a model with a reranking head where
+                `return_dict_in_generate` is set, since sequences alone do not tell the items; else False: a SID comes
+                once, with the first of its items in the catalog.
             generation_config ([`SIDGenerationConfig`], *optional*): Options; the checkpoint's own by default.
             kwargs: Any option of [`SIDGenerationConfig`], over both.
 
@@ -71,7 +72,7 @@ class SIDGenerationMixin:
         Raises:
             ValueError: For an unknown argument, more returned sequences than beams, a model without a catalog, neither
                 or both of histories and concepts, rows that are not of the catalog or of other users, or items to be
-                ranked by a model without a reranking head.
+                ranked by a model without a reranking head or without `return_dict_in_generate`.
         """
         options = self._prepare_generation_config(generation_config, **kwargs)
         num_beams, num_return_sequences = options.resolve(self.config.num_codebooks)
@@ -81,8 +82,14 @@ class SIDGenerationMixin:
             raise ValueError("`copies` go with stored `concepts`; from `item_codes` the search makes its own.")
         if rerank and self.reranker is None:
             raise ValueError("`rerank` is set, but the model has no reranking head: it ranks SIDs alone.")
-        rerank = self.reranker is not None if rerank is None else rerank
-        trie, device, seen = self.trie, self.device, None
+        if rerank and not options.return_dict_in_generate:
+            raise ValueError(
+                "`rerank` is set, but sequences alone do not tell which items of a SID were chosen: set "
+                "`return_dict_in_generate` and read `item_rows`."
+            )
+        if rerank is None:
+            rerank = self.reranker is not None and bool(options.return_dict_in_generate)
+        (trie, content), device, seen = self._take_catalog(), self.device, None
         item_codes, attention_mask, concepts = (
             None if tensor is None else tensor.to(device) for tensor in (item_codes, attention_mask, concepts)
         )
@@ -92,7 +99,7 @@ class SIDGenerationMixin:
         num_users, pointer, item_rows = (item_codes if concepts is None else concepts).shape[0], None, None
         item_filter = ItemFilter.build(trie, num_users, allow_rows, deny_rows, seen)
         if num_users:
-            scorer, pointer = self._start_search(item_codes, attention_mask, concepts, copies)
+            scorer, pointer = self._start_search(item_codes, attention_mask, concepts, copies, trie)
             # What tells items apart is read on from the state of every beam, so none may be spared its states.
             skip, over = options.skip_forced_levels is not False and not rerank, self.config.normalize_over
             # An item of a less likely SID can be likelier than all of a better one, if they are many.
@@ -100,7 +107,7 @@ class SIDGenerationMixin:
             search = BeamSearch(scorer, trie, num_beams, num_results, over, skip, pointer, item_filter)
             beams = search.run()
             if rerank:
-                log_choices = self._log_choices(search, beams)
+                log_choices = self._log_choices(search, beams, content)
                 beams, item_rows = rank_items(beams, log_choices, trie, num_users, num_return_sequences, item_filter)
         else:
             beams = Beams.none(trie)

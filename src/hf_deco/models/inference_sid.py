@@ -163,7 +163,8 @@ class ReadSequences:
         layout ([`Layout`]): Where they begin and end.
         states (`torch.Tensor` of shape `(N, d)` or `(U, d)`): Final states of all tokens, or of each sequence's last.
         last_only (`bool`): Which of the two.
-        keys, values (`list` of `torch.Tensor` of shape `(U, T, H_kv, head_dim)`): Of every layer, zero behind the ends.
+        keys, values (`list` of `torch.Tensor` of shape `(U, T, H_kv, head_dim)`): Of every layer. Behind
+            the ends lie zeros or, in a layout of all cells, keys and values of tokens that nothing sees.
     """
 
     layout: Layout

@@ -13,7 +13,7 @@ from .modeling_sid import SIDRetrievalModel, SIDRetrievalOutput
 from .pointer_sid import BeamCopies, CopyState
 from .scorers_sid import BackboneScorer
 from .scoring_sid import Targets
-from .trie import spread_ranges
+from .trie import SIDTrie, spread_ranges
 
 
 @dataclass
@@ -80,7 +80,9 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
         if self.pointer is None:
             return SIDRetrievalOutput()
         mask = self._check_inputs(item_codes, attention_mask)
-        return SIDRetrievalOutput(copies=self._copy_state(item_codes, self.encode_history(item_codes, mask), mask))
+        return SIDRetrievalOutput(
+            copies=self._copy_state(item_codes, self.encode_history(item_codes, mask), mask, self.trie)
+        )
 
     def _code_tables(self, level: int) -> list[tuple[torch.Tensor, float]]:
         tables = super()._code_tables(level)
@@ -196,6 +198,7 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
         attention_mask: torch.LongTensor | None,
         concepts: torch.Tensor | None,
         copies: CopyState | None,
+        trie: SIDTrie,
     ) -> tuple[BackboneScorer, BeamCopies | None]:
         if concepts is not None or copies is not None:
             raise ValueError("`concepts` are Deco's: a full backbone searches from `item_codes`.")
@@ -204,7 +207,7 @@ class BackboneForSIDRetrieval(SIDRetrievalModel):
         scorer = BackboneScorer(self, item_codes, mask)
         if self.pointer is None:
             return scorer, None
-        return scorer, BeamCopies.start(self._copy_state(item_codes, scorer.item_states, mask), self.trie)
+        return scorer, BeamCopies.start(self._copy_state(item_codes, scorer.item_states, mask, trie), trie)
 
 
 __all__ = ["BackboneForSIDRetrieval"]

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .beam_search_sid import Beams, BeamSearch
+from .catalog_sid import SWAP
 from .configuration_deco import DecoConfig
 from .decoder_sid import CodeDecoder, DecoderContext
 from .generation_sid import read_on
@@ -14,6 +15,7 @@ from .pointer_sid import BeamCopies, CopyState
 from .reranking_sid import ItemReranker
 from .scorers_sid import DecoderScorer
 from .scoring_sid import Targets
+from .trie import SIDTrie
 
 
 class ConceptHead(nn.Module):
@@ -102,8 +104,13 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
             )
         if not content.isfinite().all():
             raise ValueError("`content` holds NaN or infinite values: embed these items again.")
-        super().set_catalog(codes)
-        self.catalog_content = content.to(self.catalog_content, copy=True)
+        self._replace_catalog(codes, catalog_content=content.to(self.catalog_content, copy=True))
+
+    def _take_catalog(self) -> tuple[SIDTrie, torch.Tensor | None]:
+        if self.reranker is None:
+            return super()._take_catalog()
+        with SWAP:
+            return self.trie, self.catalog_content
 
     @property
     def heads(self) -> nn.ModuleList:
@@ -127,7 +134,7 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         if self.pointer is None:
             return SIDRetrievalOutput(concepts=self.concept_head(self._read_last(item_codes, mask)))
         states = self._item_states(self._read(item_codes, mask))
-        copies = self._copy_state(item_codes, states, mask)
+        copies = self._copy_state(item_codes, states, mask, self.trie)
         return SIDRetrievalOutput(concepts=self.concept_head(self._last_states(states, mask)), copies=copies)
 
     def encode_concepts(
@@ -193,14 +200,14 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
             shared = ends - starts > 1
         return self._item_states(token_states), self.decoder.target_states(context, targets, shared)
 
-    def _log_choices(self, search: BeamSearch, beams: Beams) -> torch.Tensor:
+    def _log_choices(self, search: BeamSearch, beams: Beams, content: torch.Tensor) -> torch.Tensor:
         """`log p(item | SID)` of all items of the beams' SIDs, `(C,)`: 0 of items that are alone."""
-        starts, ends = self.trie.item_ranges(self.config.num_codebooks, beams.nodes)
+        starts, ends = search.trie.item_ranges(self.config.num_codebooks, beams.nodes)
         counts = ends - starts
         log_choices, shared = beams.scores.new_zeros(int(counts.sum())), (counts > 1).nonzero().squeeze(1)
         if shared.numel():
             leaves, states = beams.nodes[shared], read_on(search, beams, shared)
-            chosen = self.reranker.log_choices(states, leaves, self.trie, self.catalog_content)
+            chosen = self.reranker.log_choices(states, leaves, search.trie, content)
             log_choices[(counts > 1).repeat_interleave(counts)] = chosen
         return log_choices
 
@@ -244,9 +251,16 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         attention_mask: torch.LongTensor | None,
         concepts: torch.Tensor | None,
         copies: CopyState | None,
+        trie: SIDTrie,
     ) -> tuple[DecoderScorer, BeamCopies | None]:
         if concepts is None:
-            return self._search_history(item_codes, self._check_inputs(item_codes, attention_mask))
+            return self._search_history(item_codes, self._check_inputs(item_codes, attention_mask), trie)
+        self._check_state(concepts, copies)
+        scorer = DecoderScorer(self.decoder, DecoderContext(concepts.to(self.dtype)), self.kernels)
+        return scorer, None if copies is None else BeamCopies.start(copies, trie)
+
+    def _check_state(self, concepts: torch.Tensor, copies: CopyState | None = None) -> None:
+        """Raise a `ValueError` where stored concepts, with the pointer's part, are none that a search starts from."""
         if self.config.decoder_input != "last_state":
             raise ValueError(
                 f"`concepts` are not all that `decoder_input` {self.config.decoder_input!r} reads: search from "
@@ -267,10 +281,10 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
                 f"`copies` are of {copies.gate.shape[0]} users, `concepts` of {concepts.shape[0]}: give those of the "
                 "same histories."
             )
-        scorer = DecoderScorer(self.decoder, DecoderContext(concepts.to(self.dtype)), self.kernels)
-        return scorer, None if copies is None else BeamCopies.start(copies, self.trie)
 
-    def _search_history(self, item_codes, mask: torch.BoolTensor) -> tuple[DecoderScorer, BeamCopies | None]:
+    def _search_history(
+        self, item_codes, mask: torch.BoolTensor, trie: SIDTrie
+    ) -> tuple[DecoderScorer, BeamCopies | None]:
         if self.pointer is None and self.config.decoder_input == "last_state":
             context = DecoderContext(self.concept_head(self._read_last(item_codes, mask)))
             return DecoderScorer(self.decoder, context, self.kernels), None
@@ -281,8 +295,8 @@ class DecoForSIDRetrieval(SIDRetrievalModel):
         scorer = DecoderScorer(self.decoder, self._context(token_states, mask, users, last), self.kernels)
         if self.pointer is None:
             return scorer, None
-        copies = self._copy_state(item_codes, self._item_states(token_states), mask)
-        return scorer, BeamCopies.start(copies, self.trie)
+        copies = self._copy_state(item_codes, self._item_states(token_states), mask, trie)
+        return scorer, BeamCopies.start(copies, trie)
 
 
 __all__ = ["DecoForSIDRetrieval"]

@@ -23,6 +23,7 @@ from .layers_sid import (
 from .pointer_sid import CopyPointer, CopyState, TargetCopies
 from .pretrained_sid import PretrainedBackboneMixin
 from .scoring_sid import LevelScores, Targets, gold_log_probs, score_level
+from .trie import SIDTrie
 
 
 @dataclass
@@ -234,11 +235,18 @@ class SIDRetrievalModel(CheckpointModel, PretrainedBackboneMixin, SIDGenerationM
         chosen = states[torch.arange(mask.shape[0], device=mask.device), (last - 1).clamp(min=0)]
         return torch.where((last > 0).unsqueeze(1), chosen, start_state)
 
-    def _copy_state(self, item_codes: torch.LongTensor, states: torch.Tensor, mask: torch.BoolTensor) -> CopyState:
+    def _copy_state(
+        self, item_codes: torch.LongTensor, states: torch.Tensor, mask: torch.BoolTensor, trie: SIDTrie
+    ) -> CopyState:
         """The pointer over whole histories."""
-        copyable = mask & (self.trie.rows(item_codes) >= 0)
+        copyable = mask & (trie.rows(item_codes) >= 0)
         weights, gate = self.pointer(self._last_states(states, mask).unsqueeze(1), states, copyable.unsqueeze(1))
         return CopyState(item_codes=item_codes, weights=weights.squeeze(1), gate=gate.squeeze(1))
+
+    def _take_catalog(self) -> tuple[SIDTrie, torch.Tensor | None]:
+        """What one search reads of the catalog: its trie and, for a reranking head, the items' content. Taken once, for
+        another thread may replace the catalog meanwhile."""
+        return self.trie, None
 
     def score_targets(
         self,

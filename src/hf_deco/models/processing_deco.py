@@ -158,7 +158,8 @@ class DecoProcessor(ItemProcessor):
 
         Returns:
             `list` of length `R`: item ids, None where a row is no item (fillers of -1). A list of such lists for
-            `(B, R, K)`.
+            `(B, R, K)`. Where items share a SID, the first of them: what a reranking head chose is told by
+            `item_rows` of the search's output.
         """
         rows = self._trie.rows(torch.as_tensor(sequences).cpu())
         if rows.dim() > 1:

@@ -56,10 +56,10 @@ def read_concepts(model, item_codes: torch.LongTensor, lengths: torch.LongTensor
 
 
 @torch.no_grad()
-def search_concepts(model, concepts: torch.Tensor, num_beams: list[int]) -> FixedBeams:
-    """The most likely SIDs of users, from their concepts `(U, M, w)`."""
+def search_concepts(model, concepts: torch.Tensor, num_beams: list[int], trie: SIDTrie) -> FixedBeams:
+    """The most likely SIDs of users in a catalog, from their concepts `(U, M, w)`."""
     scorer = DecoderScorer(model.decoder, DecoderContext(concepts.to(model.dtype)), model.kernels)
-    return static_search(scorer, model.trie, num_beams, model.config.normalize_over)
+    return static_search(scorer, trie, num_beams, model.config.normalize_over)
 
 
 def static_search(scorer: SIDScorer, trie: SIDTrie, num_beams: list[int], normalize_over: str) -> FixedBeams:

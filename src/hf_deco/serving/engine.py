@@ -91,8 +91,9 @@ class RetrievalEngine:
         num_threads (`int`, *optional*): Threads of torch, for the whole process. torch's own choice by default.
         max_batch_size (`int`, *optional*, defaults to 32): Users computed at once.
         cuda_graphs (`bool`, *optional*, defaults to `False`): Whether what a Deco without copy pointer and reranking
-            head computes without filters is captured as CUDA graphs, see [`GraphedRetrieval`]. The functions that are
-            captured are tested on the CPU; the capture itself has not been run on a GPU yet, so it has to be asked for.
+            head, of plain Qwen2 transformers, computes without filters is captured as CUDA graphs, see
+            [`GraphedRetrieval`]. The functions that are captured are tested on the CPU; the capture itself has not been
+            run on a GPU yet, so it has to be asked for.
         warm_up (`bool`, *optional*, defaults to `True`): Run a small search first, so that no user waits for it.
 
     Raises:
@@ -137,8 +138,9 @@ class RetrievalEngine:
         if cuda_graphs:
             if self.device.type != "cuda" or not is_static(self.model):
                 raise ValueError(
-                    f"`cuda_graphs` needs a CUDA device, and a Deco without copy pointer and reranking head, whose "
-                    f"decoder reads the last state; got {self.device} and {type(self.model).__name__}. Leave it out."
+                    "`cuda_graphs` needs a CUDA device, and a Deco without copy pointer and reranking head, whose "
+                    "decoder reads the last state and whose backbone and decoder are plain Qwen2 transformers; got "
+                    f"{self.device} and {type(self.model).__name__}. Leave it out."
                 )
             self.graphs = GraphedRetrieval(self.model, processor.max_history_length)
         if warm_up:
@@ -213,7 +215,8 @@ class RetrievalEngine:
         Args:
             histories (`list[list[str]]`): Item ids of every user, oldest first; an empty one is a new user.
             k, num_beams, filters: As in `search`.
-            exclude_seen (`bool`, *optional*, defaults to `False`): Leave out the items of a user's own history.
+            exclude_seen (`bool`, *optional*, defaults to `False`): Leave out the items of a user's own history, by
+                id. The checkpoint's own generation option of this name does not count.
 
         Raises:
             ValueError: If an item is unknown, or an argument makes no sense.
@@ -241,6 +244,7 @@ class RetrievalEngine:
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         options = {"num_beams": max(k, num_beams), "num_return_sequences": k, "return_dict_in_generate": True}
+        options["exclude_seen"] = False  # not by SID, whatever the checkpoint's default: `retrieve` does it by id
         for name, rows in filters.items():
             if name not in ("allow_rows", "deny_rows"):
                 raise ValueError(f"unknown argument `{name}`: filters are `allow_rows` and `deny_rows`.")
@@ -254,6 +258,7 @@ class RetrievalEngine:
     def _generate(self, options: dict, **inputs) -> Retrieved:
         filtered = options.get("allow_rows") is not None or options.get("deny_rows") is not None
         if self.graphs is not None and not filtered:
+            self.model._check_state(**inputs)
             return self._replay(options["num_return_sequences"], options["num_beams"], inputs["concepts"])
         output = self.model.generate(**inputs, **options)
         shape = (-1, options["num_return_sequences"])

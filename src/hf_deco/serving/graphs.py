@@ -18,6 +18,7 @@ from ..models.static_search_sid import read_concepts, search_concepts
 
 _MOST_GRAPHS = 32  # each holds its memory; beyond these the oldest is dropped
 _RUNS_BEFORE = 3  # of a function, before it is captured: libraries choose and allocate what they need
+_CAPTURING = threading.Lock()  # a process captures one graph at a time, whatever engine asks for it
 
 
 class CapturedFunction:
@@ -25,11 +26,17 @@ class CapturedFunction:
 
     Args:
         function: Maps tensors to a tuple of tensors, on the device alone.
-        inputs (`tuple[torch.Tensor, ...]`): Inputs of the shapes that it is called with.
+        inputs (`tuple[torch.Tensor, ...]`): Inputs of the shapes that it is called with. Their device is the graph's,
+            whichever is current.
     """
 
     def __init__(self, function: Callable[..., tuple[torch.Tensor, ...]], inputs: tuple[torch.Tensor, ...]):
         self.inputs = [given.clone() for given in inputs]
+        self.device = self.inputs[0].device
+        with _CAPTURING, torch.cuda.device(self.device):
+            self._capture(function)
+
+    def _capture(self, function: Callable[..., tuple[torch.Tensor, ...]]) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -41,10 +48,11 @@ class CapturedFunction:
             self.outputs = function(*self.inputs)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
-        self.graph.replay()
-        return tuple(found.clone() for found in self.outputs)  # the next call writes over them
+        with torch.cuda.device(self.device):  # copies and graph go to this device's current stream, in order
+            for own, given in zip(self.inputs, inputs, strict=True):
+                own.copy_(given)
+            self.graph.replay()
+            return tuple(found.clone() for found in self.outputs)  # the next call writes over them
 
 
 class GraphedRetrieval:
@@ -82,16 +90,17 @@ class GraphedRetrieval:
         return (read_concepts(self.model, item_codes, lengths),)
 
     def _search(self, num_beams: int, concepts: torch.Tensor) -> tuple[torch.LongTensor, torch.FloatTensor]:
-        trie = self.model.trie
-        beams = search_concepts(self.model, concepts, [num_beams] * trie.num_codebooks)
+        trie = self.trie  # of the call, though the model's may be replaced meanwhile
+        beams = search_concepts(self.model, concepts, [num_beams] * trie.num_codebooks, trie)
         rows = trie.item_rows[trie.item_offsets[beams.nodes]]
         return rows.masked_fill(beams.scores == -torch.inf, -1), beams.scores
 
     def _call(self, name: str, function: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         key = name, *(given.shape for given in inputs)
         with self.lock:
-            if self.trie is not self.model.trie:  # graphs read the arrays of the one that they were captured with
-                self.trie, self.captured = self.model.trie, {}
+            trie = self.model.trie
+            if self.trie is not trie:  # graphs read the arrays of the one that they were captured with
+                self.trie, self.captured = trie, {}
             if key not in self.captured:
                 while len(self.captured) >= _MOST_GRAPHS:
                     self.captured.pop(next(iter(self.captured)))

@@ -73,6 +73,7 @@ class DecoTrainingArguments(TrainingArguments):
     decoder_dropout: float = option(0.0, "Dropout of the light decoder.")
     copy_pointer: bool = option(False, "Mix in a pointer over the history, for logs in which users come back to items.")
     reranker: bool = option(False, "Tell items that share a SID apart by their embeddings.")
+    rerank_size: int = option(96, "Width of the vectors by which the reranker does so.")
     max_history_length: int = option(20, "Items of a history that are read, the latest T.")
     init_code_tables: str = option(
         "content", "Code tables start from the tokenizer's centroids (`content`) or at `random`."
@@ -131,6 +132,7 @@ class DecoTrainingArguments(TrainingArguments):
             )
         for name, lowest in (
             ("decoder_layers", 1),
+            ("rerank_size", 1),
             ("k_core", 0),
             ("validation_examples", 0),
             ("early_stopping_patience", 0),

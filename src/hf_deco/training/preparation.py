@@ -137,7 +137,7 @@ def make_config(
     if args.search_in == "backbone":
         return BackboneConfig.from_preset(args.backbone, **model_options(args, codebook_sizes))
     options = model_options(args, codebook_sizes)
-    return DecoConfig.from_preset(args.backbone, content_size=content_size, **options)
+    return DecoConfig.from_preset(args.backbone, content_size=content_size, rerank_size=args.rerank_size, **options)
 
 
 def model_options(args: DecoTrainingArguments, codebook_sizes: tuple[int, ...]) -> dict:

@@ -25,7 +25,7 @@ def test_stock_generate_ranks_as_ours_does(make_model, make_histories, num_beams
 def test_dense_masking_ranks_as_ours_does(make_model, make_histories, kind):
     model = make_model((6, 5, 4), 100, kind=kind)
     item_codes, mask = make_histories(model, [5, 3, 1])
-    scorer, _ = model._start_search(item_codes, mask, None, None)
+    scorer, _ = model._start_search(item_codes, mask, None, None, model.trie)
     sequences, scores = dense_beam_search(scorer, model.trie, 12)
     output = model.generate(item_codes, mask, num_beams=12, num_return_sequences=12, return_dict_in_generate=True)
     assert sequences.flatten(0, 1).tolist() == output.sequences.tolist()
