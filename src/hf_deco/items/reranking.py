@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+from ..models.scoring_sid import segment_log_softmax
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,8 @@ def drop_repeated(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 def log_softmax(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Log-softmax `(C,)` of scores `(C,)` within every group; `groups` `(C,)` ascend."""
-    if not len(scores):
-        return scores
-    starts = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
-    sizes = np.diff(np.append(starts, len(groups)))
-    scores = scores - np.repeat(np.maximum.reduceat(scores, starts), sizes)
-    return scores - np.repeat(np.log(np.add.reduceat(np.exp(scores), starts)), sizes)
+    number = int(groups[-1]) + 1 if len(groups) else 0
+    return segment_log_softmax(torch.from_numpy(scores), torch.from_numpy(groups), number).numpy()
 
 
 def best_first(scores: np.ndarray, groups: np.ndarray, limit: int | None, k: int) -> np.ndarray:
